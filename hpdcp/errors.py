@@ -1,0 +1,135 @@
+"""Every error hpdcp raises on purpose.
+
+    HpdcpError
+    ├── InvalidArgumentError        (ValueError)         an argument, option or configuration value
+    ├── StateDictError              (ValueError)         a state dict that cannot be stored exactly
+    │   ├── UnsupportedTypeError    (TypeError)          a value or tensor kind that is refused
+    │   └── ReplicaMismatchError                         ranks hold different values under one key
+    ├── CheckpointError
+    │   ├── CheckpointNotFoundError (FileNotFoundError)  nothing there at all
+    │   ├── IncompleteCheckpointError (FileNotFoundError) data, but no commit
+    │   ├── CheckpointExistsError   (FileExistsError)    refused, nothing changed
+    │   ├── CorruptCheckpointError                       a file that is damaged, truncated or not ours
+    │   ├── UnsupportedFormatError                       written by a newer major version
+    │   ├── CheckpointReplacedError                      replaced by another save while being read
+    │   └── SupersededError                              a newer attempt took this save's folder
+    ├── LoadMismatchError                                what is wanted and what is stored do not fit
+    │   ├── MissingKeysError        (KeyError)
+    │   ├── ShapeMismatchError      (ValueError)
+    │   ├── CoverageError           (ValueError)
+    │   ├── DtypeMismatchError      (TypeError)
+    │   └── WorldSizeError          (ValueError)         PerRank state at another world size
+    ├── UnsafePickleError                                pickled bytes, and allow_pickle is off
+    ├── NotSupportedError           (NotImplementedError) a capability that is not there
+    ├── StorageError                (OSError)            a store that cannot do what was asked
+    └── RankFailedError             (RuntimeError)       another rank failed; carries the causes
+
+Every one is made from a single message, so that an error can travel to other ranks as its class name and its
+text (`rebuild`), and none needs pickle.
+"""
+
+from __future__ import annotations
+
+
+class HpdcpError(Exception):
+    """Base of every error that hpdcp raises on purpose; made from one message."""
+
+    def __str__(self) -> str:
+        # KeyError and OSError print their arguments in ways of their own; a message is a message.
+        return str(self.args[0]) if self.args else ""
+
+
+class InvalidArgumentError(HpdcpError, ValueError):
+    """An argument, an option or a configuration value that cannot be used."""
+
+
+class StateDictError(HpdcpError, ValueError):
+    """A state dict that cannot be stored so that it comes back exactly."""
+
+
+class UnsupportedTypeError(StateDictError, TypeError):
+    """A value, tensor kind or placement that hpdcp refuses to store or to fill."""
+
+
+class ReplicaMismatchError(StateDictError):
+    """Several ranks hold different values under one key."""
+
+
+class CheckpointError(HpdcpError):
+    """Something about a checkpoint on storage."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """The place named holds no checkpoint and no trace of one."""
+
+
+class IncompleteCheckpointError(CheckpointError, FileNotFoundError):
+    """Data files without a commit, or a set of rank metadata that is not one whole save."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """The folder already holds a checkpoint that this save must not touch; nothing was changed."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A file of the checkpoint is damaged, truncated, missing or belongs to something else."""
+
+
+class UnsupportedFormatError(CheckpointError):
+    """The checkpoint was written in a format version this hpdcp cannot read."""
+
+
+class CheckpointReplacedError(CheckpointError):
+    """Another save replaced the checkpoint while it was being read."""
+
+
+class SupersededError(CheckpointError):
+    """A newer attempt claimed the folder; this one published nothing."""
+
+
+class LoadMismatchError(HpdcpError):
+    """What the state dict wants and what the checkpoint holds do not fit."""
+
+
+class MissingKeysError(LoadMismatchError, KeyError):
+    """Keys are wanted that the checkpoint does not hold."""
+
+
+class ShapeMismatchError(LoadMismatchError, ValueError):
+    """A global shape (or a kind: tensor against object) differs."""
+
+
+class CoverageError(LoadMismatchError, ValueError):
+    """The stored chunks leave part of a wanted box uncovered."""
+
+
+class DtypeMismatchError(LoadMismatchError, TypeError):
+    """A dtype differs and casting is not allowed."""
+
+
+class WorldSizeError(LoadMismatchError, ValueError):
+    """Per-rank state was stored by another number of ranks."""
+
+
+class UnsafePickleError(HpdcpError):
+    """An object can only be loaded by running code from the checkpoint, and that is not allowed."""
+
+
+class NotSupportedError(HpdcpError, NotImplementedError):
+    """A capability that this version, backend or layout does not have."""
+
+
+class StorageError(HpdcpError, OSError):
+    """A store could not do what was asked; the message names the key."""
+
+
+class RankFailedError(HpdcpError, RuntimeError):
+    """One or more ranks failed in a step all ranks share; the message names each rank and its cause."""
+
+
+def rebuild(class_name: str, message: str) -> HpdcpError:
+    """An error of this module's class `class_name` with `message`; RankFailedError for any other class."""
+    found = globals().get(class_name)
+    if isinstance(found, type) and issubclass(found, HpdcpError):
+        return found(message)
+    return RankFailedError(message)
