@@ -1,0 +1,274 @@
+"""The one byte-store contract: what hpdcp asks of a place that holds files.
+
+A backend is opened once per checkpoint, used from several threads of one process at a time, and closed. It is never
+sent to another process. `backends/README.md` shows how to write one, and `hpdcp.testing.BackendContract` is a pytest
+class that checks one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar, Final, Self
+
+from hpdcp.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+
+TEMPORARY_PREFIX: Final = ".hpdcp-tmp-"
+"""File names that start so are a backend's own while it writes: never a key, never listed."""
+
+
+class KeyNotFoundError(StorageError, FileNotFoundError):
+    """The store holds nothing under the key."""
+
+
+class KeyExistsError(StorageError, FileExistsError):
+    """The key is taken, and was to be created; what is there was not touched."""
+
+
+class KeyTruncatedError(StorageError, CorruptCheckpointError):
+    """The key holds fewer bytes than the range that was asked of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes `offset` to `offset + length` of a key."""
+
+    offset: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """One key of a listing."""
+
+    key: str
+    size: int
+    modified: float
+    """Seconds since the epoch, by the store's clock."""
+
+
+class Backend(ABC):
+    """Keys to bytes under one root. Knows nothing of tensors, plans or ranks.
+
+    A key is a relative path with `/` between its components (`checked_key` says which are refused). Every failure of
+    the store is a StorageError that names the key and the URL; what is wrong with the call itself is an
+    InvalidArgumentError. All methods may be called from several threads at once.
+    """
+
+    name: ClassVar[str]
+    """The name it is registered under."""
+
+    remote: ClassVar[bool] = True
+    """Whether every rank that reads pays the network."""
+
+    shares_page_cache: ClassVar[bool] = False
+    """Whether ranks of one host that read the same bytes fetch them once, since the operating system keeps them."""
+
+    url: str
+    """The root, absolute, as messages and metadata name it."""
+
+    conditional_create: bool = False
+    """Whether `write(..., exclusive=True)` works: of any number of writers, exactly one gets the key."""
+
+    coalesce_gap: int = 1 << 20
+    """Bytes between two ranges up to which reading the gap as well is faster than a second request."""
+
+    max_read_bytes: int = 16 << 20
+    """Bytes after which a coalesced range stops growing: larger ones are not faster here."""
+
+    write_window: int | None = None
+    """Bytes of earlier buffers that `write` may still be using when it asks for the next one; None: all of them."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make the root exist, durably; nothing happens where it does, or where the store needs none."""
+
+    @abstractmethod
+    def list_keys(self, under: str = "", *, recursive: bool = False) -> list[KeyInfo]:
+        """The keys directly under the folder `under` (the root by default), sorted by key; never from a cache.
+
+        Folders themselves are not keys; they are entered when `recursive`. What other processes finished writing
+        before the call is in it. A missing `under` has no keys. A missing root is a CheckpointNotFoundError where
+        the store can tell it from an empty one.
+        """
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Bytes the key holds now. KeyNotFoundError when there is none."""
+
+    @abstractmethod
+    def read(self, key: str) -> bytes:
+        """All bytes of the key, of one version of it, as they are now. KeyNotFoundError when there is none."""
+
+    @abstractmethod
+    def read_ranges(self, key: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
+        """Fill each buffer of `into` (writable, C-contiguous, of the range's length) with its range of the key.
+
+        All ranges come from one version of the key, fetched concurrently where that is faster, in any order; they may
+        overlap and be empty. Every buffer is full on return. On an error (KeyNotFoundError, KeyTruncatedError when
+        the key is shorter than a range asks, any StorageError) their contents are undefined.
+        """
+
+    def map_range(self, key: str, range_: ByteRange) -> memoryview | None:
+        """The range as a read-only view that copies nothing, None where the store cannot.
+
+        The view stays good after the key is replaced or deleted and after `close`; its bytes are fetched when touched.
+        Errors as `read_ranges`.
+        """
+        del key, range_
+        return None
+
+    @abstractmethod
+    def write(self, key: str, buffers: Iterable[memoryview], *, size: int, exclusive: bool) -> None:
+        """Store `size` bytes, the buffers one after the other, under the key; durable on return.
+
+        `buffers` (each C-contiguous) is iterated lazily, once, in order and in the calling thread. A buffer must stay
+        unchanged until `write_window` bytes have been handed out after it, or `write` has returned: that is all the
+        memory a producer needs.
+
+        `exclusive=True` creates the key: KeyExistsError, with nothing changed and no buffer asked for, when it is
+        there; NotSupportedError unless `conditional_create`. `exclusive=False` replaces it in one step: the old bytes
+        stay readable until all the new ones are stored.
+
+        Any failure (of the store, of the iterator, or a total other than `size`, an InvalidArgumentError) removes
+        what was written and leaves a key that was there as it was.
+        """
+
+    @abstractmethod
+    def publish(self, key: str, data: bytes) -> None:
+        """Store small `data` under the key in one step, replacing what was there; durable on return.
+
+        Whoever reads the key, at any moment and whatever crashes, finds the old bytes or the new ones.
+        """
+
+    @abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove the keys, durably; one that is not there is fine. After a failure the others are removed all the same.
+
+        Folders are left, even empty ones.
+        """
+
+    def close(self) -> None:
+        """Let go of files, connections and threads; views handed out by `map_range` stay good. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+
+def checked_key(key: str) -> str:
+    """`key`, if it names something under the root on every store; else InvalidArgumentError.
+
+    Refused: an absolute path, an empty component, `.` and `..`, NUL, what is not UTF-8, and `TEMPORARY_PREFIX`.
+
+    >>> checked_key("layers/0 [a].safetensors")
+    'layers/0 [a].safetensors'
+    """
+    parts = key.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        problem = "has an empty, '.' or '..' component"
+    elif "\0" in key:
+        problem = "holds a NUL"
+    elif parts[-1].startswith(TEMPORARY_PREFIX):
+        problem = f"starts with {TEMPORARY_PREFIX!r}, which marks files that are being written"
+    elif not _is_utf8(key):
+        problem = "holds a lone surrogate"
+    else:
+        return key
+    raise InvalidArgumentError(f"key {key!r} {problem}: expected a relative path under the checkpoint's root.")
+
+
+def checked_buffers(key: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> list[memoryview]:
+    """The buffers of `into` as writable bytes, one per range and as long; else InvalidArgumentError."""
+    if len(ranges) != len(into):
+        raise InvalidArgumentError(f"key {key!r}: {len(ranges)} ranges, but {len(into)} buffers to read them into.")
+    views: list[memoryview] = []
+    for range_, buffer in zip(ranges, into, strict=True):
+        if range_.offset < 0 or range_.length != buffer.nbytes:
+            raise InvalidArgumentError(
+                f"key {key!r}: {range_} is to be read into a buffer of {buffer.nbytes} bytes; "
+                "expected a buffer as long as the range, and an offset from 0."
+            )
+        if buffer.readonly:
+            raise InvalidArgumentError(f"key {key!r}: the buffer for {range_} is read-only.")
+        views.append(as_bytes(buffer))
+    return views
+
+
+def as_bytes(buffer: memoryview) -> memoryview:
+    """The same memory as a one-dimensional view of bytes; InvalidArgumentError unless it is C-contiguous."""
+    if buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous:
+        return buffer
+    if not buffer.c_contiguous:
+        raise InvalidArgumentError("a buffer to read into or to write from is not C-contiguous.")
+    # cast() refuses shapes with a zero in them.
+    return buffer.cast("B") if buffer.nbytes else memoryview(bytearray())
+
+
+def truncated(key: str, url: str, range_: ByteRange, size: int) -> KeyTruncatedError:
+    """The error of a range that ends after the key's `size` bytes."""
+    return KeyTruncatedError(
+        f"{key!r} in {url} is {size} bytes long, but bytes {range_.offset} to {range_.stop} were wanted: it was cut off "
+        "or replaced after it was written. Load another checkpoint."
+    )
+
+
+_ADVICE: Final = {
+    errno.ENOSPC: "The file system is full: free space there, or save elsewhere.",
+    errno.EDQUOT: "The disk quota is used up: free space, or ask for a larger quota.",
+    errno.EFBIG: "The file is larger than the file system or the process's limit (ulimit -f) allows.",
+    errno.EROFS: "The file system is mounted read-only: save elsewhere, or mount it for writing.",
+    errno.EACCES: "This user has no permission for it: change the permissions, or choose another place.",
+    errno.EPERM: "The system does not permit it: check permissions, ownership and file attributes.",
+    errno.ENOTDIR: "A component of the path is a file, not a folder: choose another place.",
+    errno.EISDIR: "A folder is there where a file was expected.",
+    errno.ENAMETOOLONG: "The name is longer than the file system allows.",
+    errno.EMFILE: "This process has too many open files: raise its limit (ulimit -n).",
+    errno.ENFILE: "The machine has too many open files.",
+    errno.EIO: "The device reports an I/O error: look at the system's log before trusting this storage again.",
+    errno.ESTALE: "The server no longer knows the file: it was removed, or the export was replaced.",
+}
+
+
+def storage_error(error: OSError, *, doing: str, url: str, key: str | None = None) -> StorageError:
+    """`error` as a StorageError (or its KeyNotFoundError, KeyExistsError) that names what was being done, and where.
+
+    `doing` is a verb ("write"); the message says what to do about the causes that users meet. `errno` is kept.
+    """
+    if isinstance(error, StorageError):
+        return error
+    number = error.errno
+    kind: type[StorageError] = StorageError
+    if number == errno.ENOENT and key is not None:
+        kind = KeyNotFoundError
+    elif number == errno.EEXIST and key is not None:
+        kind = KeyExistsError
+    what = url if key is None else f"{key!r} in {url}"
+    reason = os.strerror(number) if number is not None else str(error) or type(error).__name__
+    advice = _ADVICE.get(number, "") if number is not None else ""
+    translated = kind(f"cannot {doing} {what}: {reason}. {advice}".rstrip())
+    translated.errno = number
+    return translated
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
