@@ -1,0 +1,112 @@
+"""The only module that touches devices: bytes of host memory, copies between host and device, synchronisation.
+
+Nothing here names a vendor. A device is what the tensor says it is, reached through `torch.get_device_module`, so a
+backend that registers itself with torch (`torch_npu` does) needs no line of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from hpdcp.errors import InvalidArgumentError, NotSupportedError
+
+_SUB_BYTE_NAMES: Final = [f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 8)]
+
+SUB_BYTE_DTYPES: Final = frozenset(
+    found for name in _SUB_BYTE_NAMES if isinstance(found := getattr(torch, name, None), torch.dtype)
+)
+"""`int1` to `int7` and `uint1` to `uint7`: one element per byte, and torch 2.13 has no copy kernel for any of them."""
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory can be read by the CPU without a copy."""
+    return tensor.device.type == "cpu"
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's own memory as writable bytes, row-major, without a copy; works for every dtype.
+
+    The view keeps the tensor alive. Its length is `numel * itemsize`; 0-dim and zero-element tensors work as well.
+
+    Raises:
+        InvalidArgumentError: the tensor is not on the host, not contiguous, or has its conjugate or negative bit set,
+            so that its memory is not its value. `to_host` gives one that is fit.
+    """
+    if not is_host(tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise InvalidArgumentError(
+            f"host_bytes needs a contiguous strided tensor on the CPU; found {_describe(tensor)}. "
+            "Call to_host(tensor) first."
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise InvalidArgumentError(
+            f"host_bytes needs a tensor whose memory is its value; found a lazy conjugate or negation in "
+            f"{_describe(tensor)}. Call to_host(tensor) first."
+        )
+    length = tensor.numel() * tensor.element_size()
+    if length == 0:
+        return memoryview(bytearray())
+    # An address and a length know every dtype; torch's numpy bridge knows some. A ctypes array type is made per size
+    # (20 us each, kept by ctypes), so types are made for powers of two only and the view is cut to the length.
+    block = (ctypes.c_ubyte * (1 << (length - 1).bit_length())).from_address(tensor.data_ptr())
+    block.owner = tensor  # type: ignore[attr-defined]  # the view keeps `block`, and this keeps the memory
+    return memoryview(block).cast("B")[:length]
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous host tensor with the same value: the tensor's own memory where it is fit, else a copy.
+
+    Detached, with lazy conjugation and negation carried out. Blocks until a copy from a device has landed.
+    """
+    value = tensor.detach()
+    if value.dtype in SUB_BYTE_DTYPES:
+        return value.view(torch.uint8).cpu().contiguous().view(value.dtype)
+    return value.resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised contiguous host tensor, whatever torch's default device is."""
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Fill `target` in its own memory with `source`, across devices and strides, casting as `Tensor.copy_` does.
+
+    Leaf parameters that require grad are filled without autograd noticing. Equal dtypes are copied bit for bit.
+
+    Raises:
+        InvalidArgumentError: a cast is asked for from or to a dtype narrower than a byte, for which torch has none.
+    """
+    target, source = target.detach(), source.detach()
+    if target.dtype in SUB_BYTE_DTYPES or source.dtype in SUB_BYTE_DTYPES:
+        if target.dtype != source.dtype:
+            raise InvalidArgumentError(
+                f"torch cannot cast {source.dtype} to {target.dtype}. Make the target a {source.dtype} tensor."
+            )
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target.copy_(source)
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when all work queued on `device` is done; at once for the CPU.
+
+    Raises:
+        NotSupportedError: the device's module in torch cannot synchronise.
+    """
+    if device.type in ("cpu", "meta"):
+        return
+    wait = getattr(torch.get_device_module(device), "synchronize", None)
+    if wait is None:
+        raise NotSupportedError(
+            f"torch.{device.type} has no synchronize(), so hpdcp cannot tell when copies to {device} are done. "
+            f"Use a build of torch for {device.type} that has it, or keep this state on the CPU."
+        )
+    wait(device)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    stride = tuple(tensor.stride()) if tensor.layout is torch.strided else tensor.layout
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}, stride {stride}, on {tensor.device}"
