@@ -156,7 +156,7 @@ class Backend(ABC):
         Folders are left, even empty ones.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (many have nothing to let go of)
         """Let go of files, connections and threads; views handed out by `map_range` stay good. Idempotent."""
 
     def __enter__(self) -> Self:
@@ -223,8 +223,8 @@ def as_bytes(buffer: memoryview) -> memoryview:
 def truncated(key: str, url: str, range_: ByteRange, size: int) -> KeyTruncatedError:
     """The error of a range that ends after the key's `size` bytes."""
     return KeyTruncatedError(
-        f"{key!r} in {url} is {size} bytes long, but bytes {range_.offset} to {range_.stop} were wanted: it was cut off "
-        "or replaced after it was written. Load another checkpoint."
+        f"{key!r} in {url} is {size} bytes long, but bytes {range_.offset} to {range_.stop} were wanted: it was cut "
+        "off or replaced after it was written. Load another checkpoint."
     )
 
 

@@ -152,7 +152,7 @@ def entry_nbytes(dtype_name: str, shape: Sequence[int]) -> int:
 def build_header(
     entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, align: int = 4096
 ) -> tuple[bytes, list[int]]:
-    """The first bytes of a file that holds `entries` in this order, and the byte of the file where each one's data starts.
+    """The first bytes of a file that holds `entries` in this order, and the byte of it where each one's data starts.
 
     The header (length field included) is padded with spaces to a multiple of `align`, so that data starts there.
     Entries follow one another without holes, as the format demands: give them in an order that keeps each one aligned.
@@ -254,7 +254,8 @@ def parse_header(head: Buffer, file_size: int, *, where: str) -> ParsedHeader:
         end += entry.nbytes
     if end != file_size:
         raise CorruptCheckpointError(
-            f"{where} is {file_size} bytes long, but its header describes {end}: bytes were added, or the header is damaged."
+            f"{where} is {file_size} bytes long, but its header describes {end}: bytes were added, or "
+            "the header is damaged."
         )
     return ParsedHeader(MappingProxyType(metadata), tuple(entries), data_start)
 
@@ -321,7 +322,8 @@ def _parse_json(text: bytes, where: str) -> dict[str, object]:
         parsed = json.loads(text.decode("utf-8"), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{where}: its header is not the JSON of a safetensors file ({error}): it is damaged, or it is something else."
+            f"{where}: its header is not the JSON of a safetensors file ({error}): it is damaged, or it is "
+            "something else."
         ) from None
     if not isinstance(parsed, dict):
         raise CorruptCheckpointError(f"{where}: its header is JSON, but not a table of entries.")
