@@ -1,0 +1,35 @@
+# Every target sets up what it needs; a fresh clone needs only python3.11, make and git.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help venv lint test demo clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+venv: $(STAMP) ## make .venv, with the library in editable mode and all tools
+
+# One resolve sees the pins: a torch chosen on its own may be another one, with gigabytes of libraries for a GPU.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	touch $@
+
+lint: venv ## ruff, mypy and the floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy hpdcp backends
+	$(BIN)/lint-imports
+
+test: lint ## lint, then every test
+	$(BIN)/python -m pytest
+
+demo: venv ## train, save, resume in the same layout and in another, look inside
+	$(BIN)/python docs/tutorial/train_and_resume.py
+
+clean: ## remove everything that was made here
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,23 @@
+"""What every test starts from: one thread per process, no configuration file of the developer's, and hypothesis."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Before torch is imported, here and in every process that a test starts: several ranks share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HYPER_PARALLEL_TEST_DEVICE_TYPE", "cpu")
+os.environ["HPDCP_CONFIG"] = ""
+
+settings.register_profile(
+    "hpdcp",
+    deadline=None,
+    max_examples=60,
+    # A run that decides about a change must not depend on luck; at a desk, every run should look somewhere else.
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("hpdcp")
