@@ -1,4 +1,4 @@
-"""What a user installs: the wheel built from the sdist holds both import packages, typed, licensed, and nothing else."""
+"""What a user installs: the wheel built from the sdist holds both packages, typed, licensed, and nothing else."""
 
 from __future__ import annotations
 
