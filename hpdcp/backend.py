@@ -156,7 +156,7 @@ class Backend(ABC):
         Folders are left, even empty ones.
         """
 
-    def close(self) -> None:  # noqa: B027 (many have nothing to let go of)
+    def close(self) -> None:
         """Let go of files, connections and threads; views handed out by `map_range` stay good. Idempotent."""
 
     def __enter__(self) -> Self:
@@ -197,7 +197,6 @@ def checked_buffers(key: str, ranges: Sequence[ByteRange], into: Sequence[memory
     """The buffers of `into` as writable bytes, one per range and as long; else InvalidArgumentError."""
     if len(ranges) != len(into):
         raise InvalidArgumentError(f"key {key!r}: {len(ranges)} ranges, but {len(into)} buffers to read them into.")
-    views: list[memoryview] = []
     for range_, buffer in zip(ranges, into, strict=True):
         if range_.offset < 0 or range_.length != buffer.nbytes:
             raise InvalidArgumentError(
@@ -206,8 +205,7 @@ def checked_buffers(key: str, ranges: Sequence[ByteRange], into: Sequence[memory
             )
         if buffer.readonly:
             raise InvalidArgumentError(f"key {key!r}: the buffer for {range_} is read-only.")
-        views.append(as_bytes(buffer))
-    return views
+    return [as_bytes(buffer) for buffer in into]
 
 
 def as_bytes(buffer: memoryview) -> memoryview:

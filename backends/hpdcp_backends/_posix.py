@@ -11,8 +11,12 @@ import os
 import queue
 import stat
 import threading
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Final
 
 from hpdcp.backend import ByteRange, as_bytes
@@ -22,6 +26,9 @@ IOV_MAX: Final = 1024
 """Buffers per system call; Linux's limit, and more would not be faster."""
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
+
+ReadTask = tuple[list[memoryview], int]
+"""Buffers to fill, one after the other, from an offset of a file."""
 
 WriteBatch = Callable[[Sequence[memoryview], int], None]
 """Writes buffers, one after the other, at an offset."""
@@ -155,10 +162,10 @@ def write_buffers(
             if not failures:
                 try:
                     write_batch(*task)
-                except BaseException as error:
+                except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
                     failures.append(error)
 
-    threads = _started(help_writing, helpers)
+    threads = started([help_writing] * helpers)
     if not threads:
         for batch, offset in batches:
             write_batch(batch, offset)
@@ -177,10 +184,10 @@ def write_buffers(
         raise failures[0]
 
 
-def _started(work: Callable[[], None], count: int) -> list[threading.Thread]:
-    """Up to `count` threads at `work`; fewer, or none, where the system or an ending interpreter gives no more."""
+def started(works: Sequence[Callable[[], None]]) -> list[threading.Thread]:
+    """A thread at each of `works`, in order; fewer where the system or an ending interpreter gives no more."""
     threads: list[threading.Thread] = []
-    for _ in range(count):
+    for work in works:
         thread = threading.Thread(target=work, name="hpdcp-io")
         try:
             thread.start()
@@ -218,64 +225,69 @@ def _batches(
         yield batch, offset
 
 
-def read_tasks(
-    ranges: Sequence[ByteRange], views: Sequence[memoryview], *, block_bytes: int
-) -> list[tuple[list[memoryview], int]]:
-    """What to read as (buffers, offset): ranges that touch in the file together, large ones in pieces."""
-    wanted = [(range_.offset, view) for range_, view in zip(ranges, views, strict=True) if len(view)]
-    wanted.sort(key=lambda item: item[0])
-    tasks: list[tuple[list[memoryview], int]] = []
+def read_tasks(ranges: Sequence[ByteRange], views: Sequence[memoryview], *, block_bytes: int) -> list[ReadTask]:
+    """What to read, in the order of the file: ranges that touch in the file together, large ones in pieces."""
+    wanted = [(range_.offset, view) for range_, view in zip(ranges, views, strict=True) if range_.length]
+    wanted.sort(key=itemgetter(0))
+    tasks: list[ReadTask] = []
     batch: list[memoryview] = []
     start = end = 0
     for offset, view in wanted:
-        if batch and (offset != end or len(batch) == IOV_MAX or end - start >= block_bytes):
-            tasks.append((batch, start))
+        length = len(view)
+        if offset != end or end + length - start > block_bytes or len(batch) == IOV_MAX:
+            if batch:
+                tasks.append((batch, start))
             batch = []
-        if not batch:
             start = offset
-        while offset + len(view) - start > block_bytes:
-            room = start + block_bytes - offset
-            batch.append(view[:room])
-            tasks.append((batch, start))
-            batch = []
-            view = view[room:]
-            start = offset = offset + room
+            while length > block_bytes:
+                tasks.append(([view[:block_bytes]], start))
+                view = view[block_bytes:]
+                length -= block_bytes
+                start += block_bytes
+            end = start
         batch.append(view)
-        end = offset + len(view)
+        end += length
     if batch:
         tasks.append((batch, start))
     return tasks
 
 
-def run_tasks(
-    tasks: Sequence[tuple[list[memoryview], int]], run: Callable[[list[memoryview], int], None], *, threads: int
-) -> None:
-    """Call `run` on every task, from `threads` threads, this one among them; a failure ends all and is raised."""
-    if threads == 1:
-        for buffers, offset in tasks:
-            run(buffers, offset)
-        return
-    remaining = iter(tasks)
-    lock = threading.Lock()
+def run_tasks(tasks: Sequence[ReadTask], run: Callable[[list[memoryview], int], None], *, threads: int) -> None:
+    """Call `run` on every task, from `threads` threads, this one among them; a failure ends all and is raised.
+
+    Each thread gets one stretch of the file, about as long as the others': taking turns at the blocks would look
+    random to the system's read-ahead (cold: 1.3 instead of 1.6 GB/s with two threads).
+    """
     failures: list[BaseException] = []
 
-    def work() -> None:
-        while not failures:
-            with lock:
-                task = next(remaining, None)
-            if task is None:
-                return
-            try:
-                run(*task)
-            except BaseException as error:
-                failures.append(error)
+    def work(share: Sequence[ReadTask]) -> None:
+        try:
+            for buffers, offset in share:
+                if failures:
+                    return
+                run(buffers, offset)
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
+            failures.append(error)
 
-    helpers = _started(work, threads - 1)
-    work()
+    own, *others = _shares(tasks, threads)
+    waiting = [partial(work, share) for share in others]
+    helpers = started(waiting)
+    work(own)
+    for rest in waiting[len(helpers) :]:
+        rest()
     for helper in helpers:
         helper.join()
     if failures:
         raise failures[0]
+
+
+def _shares(tasks: Sequence[ReadTask], count: int) -> list[Sequence[ReadTask]]:
+    """The tasks in `count` stretches of about the same number of bytes; at least one, and none but the first empty."""
+    ends = list(accumulate(sum(map(len, buffers)) for buffers, _ in tasks))
+    total = ends[-1] if ends else 0
+    cuts = [bisect_left(ends, total * number / count) + 1 for number in range(1, count)]
+    shares = [tasks[start:stop] for start, stop in pairwise([0, *cuts, len(tasks)])]
+    return [shares[0], *(share for share in shares[1:] if share)]
 
 
 def file_size(path: str) -> int:
@@ -362,6 +374,13 @@ class OpenFiles:
                 file.users -= 1
                 if file.forgotten and file.users == 0:
                     file.close()
+
+    def forget(self, path: str) -> None:
+        """Close the file at `path`, if it is open: the space of one that was deleted is free only then."""
+        if self._pid != os.getpid():
+            self._start_over()
+        with self._lock:
+            self._forget(path)
 
     def close(self) -> None:
         """Close all of them; those in use when their users are done."""

@@ -146,7 +146,7 @@ class LocalBackend(Backend):
         views = checked_buffers(key, ranges, into)
         tasks = read_tasks(ranges, views, block_bytes=self._block_bytes)
         total = sum(map(len, views))
-        threads = min(self._read_threads, len(tasks)) if total >= _PARALLEL_FROM_BYTES else 1
+        threads = self._read_threads if total >= _PARALLEL_FROM_BYTES else 1
         with self._translating("read", key), self._files.use(path) as file:
             _check_size(key, self.url, ranges, file.size)
 
@@ -156,7 +156,7 @@ class LocalBackend(Backend):
                 if count < wanted:
                     raise truncated(key, self.url, ByteRange(offset, wanted), offset + count)
 
-            run_tasks(tasks, read_task, threads=max(1, threads))
+            run_tasks(tasks, read_task, threads=threads)
 
     def map_range(self, key: str, range_: ByteRange) -> memoryview:
         """As `Backend.map_range`; the system is asked to read the range ahead.
@@ -191,6 +191,7 @@ class LocalBackend(Backend):
         folders: dict[str, str] = {}
         failure: StorageError | None = None
         for key, path in paths.items():
+            self._files.forget(path)
             try:
                 os.unlink(path)
                 folders[os.path.dirname(path)] = key
@@ -306,6 +307,6 @@ def _can_be_key(name: str) -> bool:
 
 
 def _check_size(key: str, url: str, ranges: Sequence[ByteRange], size: int) -> None:
-    for range_ in ranges:
-        if range_.stop > size:
-            raise truncated(key, url, range_, size)
+    furthest = max(ranges, key=lambda range_: range_.stop, default=None)
+    if furthest is not None and furthest.stop > size:
+        raise truncated(key, url, furthest, size)
