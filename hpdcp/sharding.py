@@ -243,7 +243,7 @@ def _shards_of_dtensor(tensor: DTensor, key: str) -> LocalShards:
     shape, mesh = tensor.shape, tensor.device_mesh
     coordinate = mesh.get_coordinate()
     placements = tensor.placements
-    if not all(type(placement) in _KNOWN for placement in placements):
+    if not _KNOWN.issuperset(map(type, placements)):
         placements = tuple(_normalised(placement, key) for placement in placements)
     try:
         layout = _layout(shape, mesh.shape, None if coordinate is None else tuple(coordinate), placements)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -230,3 +231,16 @@ def test_dtensors_are_tied_by_memory_and_by_what_they_are_a_shard_of() -> None:
         assert hash(tie_key(one)) == hash(tie_key(other))
         assert len({tie_key(one), tie_key(replicated), tie_key(local), tie_key(one.clone())}) == 4
         assert tie_key(DTensor.from_local(torch.ones(0), mesh, [Shard(0)], run_check=False)) is None
+
+
+def test_a_local_tensor_still_on_its_way_is_waited_for() -> None:
+    with playing(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        gathered = sharded.redistribute(placements=[Replicate()], async_op=True)
+        assert isinstance(gathered._local_tensor, AsyncCollectiveTensor)
+        shards = local_shards(gathered, key="w")
+        (chunk,) = shards.chunks
+        assert type(shards.view(chunk)) is torch.Tensor
+        assert shards.view(chunk).shape == (4,)
+        assert tie_key(gathered) == tie_key(gathered)
