@@ -11,7 +11,7 @@ import pytest
 import hpdcp
 from tests.support.ranks import run_python
 
-MODULES = sorted(module.name for module in pkgutil.walk_packages(hpdcp.__path__, "hpdcp.") if ".cli" not in module.name)
+MODULES = sorted(module.name for module in pkgutil.walk_packages(hpdcp.__path__, "hpdcp."))
 
 NOT_AT_IMPORT = (
     "hpdcp_backends", "s3fs", "zarr", "typer", "rich", "tqdm", "huggingface_hub", "transformers", "torch_npu", "pytest",
