@@ -14,9 +14,9 @@ from tests.support.ranks import run_python
 MODULES = sorted(module.name for module in pkgutil.walk_packages(hpdcp.__path__, "hpdcp."))
 
 NOT_AT_IMPORT = (
-    "hpdcp_backends", "s3fs", "zarr", "typer", "rich", "tqdm", "huggingface_hub", "transformers", "torch_npu", "pytest",
+    "hpdcp_backends", "s3fs", "zarr", "typer", "rich", "huggingface_hub", "transformers", "torch_npu", "pytest",
 )  # fmt: skip
-"""What `import hpdcp` must not bring along: backends, and what only an extra or a test needs."""
+"""What `import hpdcp` must not bring along: backends, and what only an extra or a test needs (torch brings tqdm)."""
 
 
 @pytest.mark.parametrize("name", sorted(hpdcp.__all__))
