@@ -12,7 +12,7 @@ import queue
 import stat
 import threading
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -153,28 +153,34 @@ def write_buffers(
     than `size`; never writes past `size`. No helper is running when it returns or raises.
     """
     batches = _batches(buffers, size, block_bytes, where)
-    tasks: queue.Queue[tuple[list[memoryview], int] | None] = queue.Queue(maxsize=helpers)
+    tasks: queue.SimpleQueue[tuple[list[memoryview], int, threading.Event] | None] = queue.SimpleQueue()
     failures: list[BaseException] = []
 
     def help_writing() -> None:
         while (task := tasks.get()) is not None:
-            # After a failure the queue is still emptied, or the producer would wait for ever.
-            if not failures:
-                try:
-                    write_batch(*task)
-                except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
-                    failures.append(error)
+            batch, offset, done = task
+            try:
+                if not failures:
+                    write_batch(batch, offset)
+            except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
+                failures.append(error)
+            done.set()
 
     threads = started([help_writing] * helpers)
     if not threads:
         for batch, offset in batches:
             write_batch(batch, offset)
         return
+    unwritten: deque[threading.Event] = deque()
     try:
-        for task in batches:
+        for batch, offset in batches:
+            # The oldest one is waited for, and not any: what is unwritten is then always what was handed out last.
+            if len(unwritten) == 2 * helpers:
+                unwritten.popleft().wait()
             if failures:
                 break
-            tasks.put(task)
+            unwritten.append(threading.Event())
+            tasks.put((batch, offset, unwritten[-1]))
     finally:
         for _ in threads:
             tasks.put(None)
