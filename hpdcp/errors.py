@@ -12,7 +12,8 @@
     │   ├── CorruptCheckpointError                       a file that is damaged, truncated or not ours
     │   ├── UnsupportedFormatError                       written by a newer major version
     │   ├── CheckpointReplacedError                      replaced by another save while being read
-    │   └── SupersededError                              a newer attempt took this save's folder
+    │   ├── SupersededError                              a newer attempt took this save's folder
+    │   └── CommitUncertainError                         the store failed while publishing; nothing was removed
     ├── LoadMismatchError                                what is wanted and what is stored do not fit
     │   ├── MissingKeysError        (KeyError)
     │   ├── ShapeMismatchError      (ValueError)
@@ -22,7 +23,8 @@
     ├── UnsafePickleError                                pickled bytes, and allow_pickle is off
     ├── NotSupportedError           (NotImplementedError) a capability that is not there
     ├── StorageError                (OSError)            a store that cannot do what was asked
-    └── RankFailedError             (RuntimeError)       another rank failed; carries the causes
+    └── RankFailedError             (RuntimeError)       a rank failed in a step all share; carries the causes
+        └── PeerLostError                                a rank died or fell silent in such a step
 
 Every one is made from a single message, so that an error can travel to other ranks as its class name and its
 text (`rebuild`), and none needs pickle.
@@ -87,6 +89,10 @@ class SupersededError(CheckpointError):
     """A newer attempt claimed the folder; this one published nothing."""
 
 
+class CommitUncertainError(CheckpointError):
+    """The store failed in the very step of publishing: the old or the new checkpoint loads, and no file was removed."""
+
+
 class LoadMismatchError(HpdcpError):
     """What the state dict wants and what the checkpoint holds do not fit."""
 
@@ -125,6 +131,13 @@ class StorageError(HpdcpError, OSError):
 
 class RankFailedError(HpdcpError, RuntimeError):
     """One or more ranks failed in a step all ranks share; the message names each rank and its cause."""
+
+    causes: tuple[tuple[int, str], ...] = ()
+    """(rank, message) of each rank that failed, where they are known."""
+
+
+class PeerLostError(RankFailedError):
+    """Another rank died, or fell silent for longer than the process group's timeout."""
 
 
 def rebuild(class_name: str, message: str) -> HpdcpError:

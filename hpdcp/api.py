@@ -1,0 +1,153 @@
+"""The verbs: save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hpdcp import config
+from hpdcp.collectives import open_exchange
+from hpdcp.errors import InvalidArgumentError, NotSupportedError
+from hpdcp.filesystem_storage import FileSystemReader, FileSystemWriter
+from hpdcp.loader import load_state
+from hpdcp.metadata import Metadata
+from hpdcp.planner import LoadPlanner, SavePlanner
+from hpdcp.saver import save_state
+from hpdcp.standard_planner import StandardLoadPlanner, StandardSavePlanner
+from hpdcp.storage import StorageReader, StorageWriter
+from hpdcp.timing import timed
+
+
+@timed("save")
+def save(
+    state_dict: Mapping[Any, Any],
+    *,
+    checkpoint_id: str | Path | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save `state_dict`; every rank of the default process group calls it, and returns when all data is durable.
+
+    Args:
+        state_dict: a dict of tensors (DTensors, plain, ragged), Python values, `PerRank` state, objects with
+            `state_dict()` and `load_state_dict()`, and dicts, lists and tuples of these. Nothing of it is changed.
+        checkpoint_id: the folder or URL. An existing checkpoint there is replaced in one step, at the very end.
+        storage_writer: in place of the configured one; with a `checkpoint_id`, that is handed to it.
+        planner: in place of `StandardSavePlanner()`.
+        no_dist: save this process's state alone, as rank 0 of 1, and publish `0.metadata`.
+        use_collectives: False: each rank saves what it holds and publishes `{rank}.metadata`, waiting for nobody. All
+            ranks must pass the same value: a rank that alone passes False cannot be detected and leaves the rest waiting.
+
+    Returns:
+        What was saved, on every rank; without collectives, what this rank saved.
+
+    Raises:
+        InvalidArgumentError: neither `checkpoint_id` nor `storage_writer` is given.
+        StateDictError: something cannot be stored so that it comes back exactly; names the key.
+        CheckpointError, StorageError, RankFailedError: on every rank, naming the rank and its cause; nothing was published.
+    """
+    writer = _writer(checkpoint_id, storage_writer)
+    exchange = open_exchange(no_dist=no_dist, use_collectives=use_collectives)
+    return save_state(
+        state_dict,
+        writer=writer,
+        planner=planner or StandardSavePlanner(),
+        exchange=exchange,
+        collective=use_collectives and not no_dist,
+    )
+
+
+@timed("load")
+def load(
+    state_dict: Mapping[Any, Any],
+    *,
+    checkpoint_id: str | Path | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    broadcast_replicated_tensors: bool | None = None,
+    broadcast_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
+    broadcast_batch_bytes: int = 6 * 1024 * 1024,
+) -> None:
+    """Fill `state_dict` in place from a checkpoint, saved under whatever parallel layout.
+
+    Tensors are filled in their own memory, Python values are put back into the dict as they were stored. Keys that are
+    stored and not asked for are left alone. Every rank of the default process group calls it.
+
+    Args:
+        state_dict: the targets. Objects with `load_state_dict()` get their state through it at the end.
+        checkpoint_id: the folder or URL.
+        storage_reader: in place of the configured one; with a `checkpoint_id`, that is handed to it.
+        planner: in place of `StandardLoadPlanner()`.
+        no_dist: load in this process alone, without its process group.
+        use_collectives: False: each rank reads the metadata and its part by itself. All ranks must pass the same value.
+        broadcast_replicated_tensors: whether what several ranks want is read by one and sent to the others. None: as
+            configured. This version reads on every rank; True raises NotSupportedError.
+        broadcast_groups: process groups to use, by their ranks. Given with None, it counts as True.
+        broadcast_batch_bytes: shards below this many bytes are sent together; 0: each by itself.
+
+    Raises:
+        InvalidArgumentError: contradicting arguments; neither `checkpoint_id` nor `storage_reader`.
+        LoadMismatchError: keys, shapes or dtypes that do not fit, or parts that are not stored; all of them are listed, and
+            no tensor was changed.
+        CheckpointError, StorageError, RankFailedError: on every rank; targets may be changed in part.
+    """
+    _check_broadcast(broadcast_replicated_tensors, broadcast_groups, broadcast_batch_bytes, use_collectives, no_dist)
+    reader = _reader(checkpoint_id, storage_reader)
+    exchange = open_exchange(no_dist=no_dist, use_collectives=use_collectives)
+    try:
+        load_state(state_dict, reader=reader, planner=planner or StandardLoadPlanner(), exchange=exchange)
+    finally:
+        if storage_reader is None and isinstance(reader, FileSystemReader):
+            reader.close()
+
+
+def _writer(checkpoint_id: str | Path | None, writer: StorageWriter | None) -> StorageWriter:
+    if writer is None:
+        if checkpoint_id is None:
+            raise InvalidArgumentError("save needs a place: pass checkpoint_id= or storage_writer=.")
+        return FileSystemWriter(checkpoint_id)
+    if checkpoint_id is not None:
+        writer.initialize_writer(checkpoint_id)
+    return writer
+
+
+def _reader(checkpoint_id: str | Path | None, reader: StorageReader | None) -> StorageReader:
+    if reader is None:
+        if checkpoint_id is None:
+            raise InvalidArgumentError("load needs a place: pass checkpoint_id= or storage_reader=.")
+        return FileSystemReader(checkpoint_id)
+    if checkpoint_id is not None:
+        reader.initialize_reader(checkpoint_id)
+    return reader
+
+
+def _check_broadcast(
+    wanted: bool | None,
+    groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None,
+    batch_bytes: int,
+    use_collectives: bool,
+    no_dist: bool,
+) -> None:
+    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 0:
+        raise InvalidArgumentError(
+            f"broadcast_batch_bytes is {batch_bytes!r}; expected a number of bytes, 0 for no batches."
+        )
+    if groups is not None and wanted is False:
+        raise InvalidArgumentError(
+            "broadcast_groups are given, but broadcast_replicated_tensors is False. Leave one out."
+        )
+    if (wanted or groups is not None) and (not use_collectives or no_dist):
+        flag = "no_dist=True" if no_dist else "use_collectives=False"
+        raise InvalidArgumentError(f"broadcasting needs all ranks, but {flag}. Leave out the broadcast arguments.")
+    if wanted or groups is not None or (wanted is None and config.current().broadcast == "always"):
+        raise NotSupportedError(
+            "this hpdcp does not broadcast replicated tensors yet: every rank reads what it needs. Leave "
+            "broadcast_replicated_tensors and broadcast_groups out."
+        )

@@ -1,0 +1,343 @@
+"""The default layout: tensors in safetensors files, Python values in an objects file of the same container.
+
+    _rank0_.safetensors   rank 0's chunks; any safetensors reader opens it
+    _rank0_.bytes         rank 0's Python values, one U8 entry each
+
+A file is written from the tensors' own memory: all sizes are known, so its header goes first. The header also says
+which box of which global tensor each entry is, so a file explains itself when `.metadata` is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Final
+
+import crc32c
+import torch
+
+from hpdcp import device
+from hpdcp.backend import Backend, ByteRange, KeyExistsError
+from hpdcp.container import MAX_HEADER_BYTES, TensorEntry, build_header
+from hpdcp.errors import CorruptCheckpointError, UnsupportedTypeError
+from hpdcp.geometry import Box
+from hpdcp.layout import FileNaming, Layout, Verify
+from hpdcp.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata, StorageInfo
+from hpdcp.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from hpdcp.read_engine import BoxRead, Checker, read_boxes
+from hpdcp.storage import FileRecord, WriteResult, WriteResults
+from hpdcp.tables import EntryKind
+
+PIECE_BYTES: Final = 16 << 20
+"""Host memory that one copy of a part of a tensor takes, where its own memory cannot be written as it is."""
+
+_SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
+    found: name
+    for torch_name, name in {
+        "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+        "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+        "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    }.items()
+    if (found := getattr(torch, torch_name, None)) is not None
+}  # fmt: skip
+"""What safetensors can name and torch shapes the same way; every other dtype is stored as U8, one more dimension deep."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """One item's place in a file."""
+
+    row: int
+    """Of the plan."""
+    item: WriteItem
+    key: str
+    dtype_name: str
+    shape: tuple[int, ...]
+    alignment: int
+    about: dict[str, object]
+    """What the header says of it."""
+
+
+class SafetensorsLayout(Layout):
+    """One safetensors file, and one objects file, for each rank."""
+
+    name: ClassVar[str] = "safetensors"
+
+    def __init__(self) -> None:
+        self._written: list[str] = []
+
+    def written(self) -> list[str]:
+        return list(self._written)
+
+    def write(self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming) -> WriteResults:
+        tensors, objects = _extents(plan)
+        results: dict[int, WriteResult] = {}
+        files: list[FileRecord] = []
+        for suffix, extents in ((".safetensors", tensors), (".bytes", objects)):
+            for part, group in enumerate(_split(extents)):
+                file = _DataFile(naming, suffix, part, group, planner)
+                record = self._create(backend, file)
+                files.append(record)
+                results |= file.results(record.key)
+        return WriteResults.build([results[row] for row in range(len(plan))], files)
+
+    def _create(self, backend: Backend, file: _DataFile) -> FileRecord:
+        names = file.naming.names(file.suffix, file.part)
+        for position, (key, exclusive) in enumerate(names):
+            try:
+                backend.write(key, file.pieces(key), size=file.size, exclusive=exclusive and backend.conditional_create)
+            except KeyExistsError:
+                if position == len(names) - 1:
+                    raise
+                continue
+            self._written.append(key)
+            return FileRecord(key, file.size, file.mark)
+        raise AssertionError("unreachable: the last name either is written or raises")
+
+    def check(self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem]) -> None:
+        storage = metadata.storage
+        for file in sorted({int(storage.file[item.storage_row]) for item in items}):
+            key, expected = storage.file_names[file], int(storage.file_sizes[file])
+            size = backend.size(key)
+            if size != expected:
+                raise CorruptCheckpointError(
+                    f"{key!r} in {backend.url} is {size} bytes long, recorded were {expected}: it was truncated or replaced. "
+                    "Load another checkpoint."
+                )
+            head = bytearray(min(size, HEAD_BYTES))
+            backend.read_ranges(key, [ByteRange(0, len(head))], [memoryview(head)])
+            if crc32c.crc32c(head) != int(storage.file_marks[file]):
+                raise CorruptCheckpointError(
+                    f"{key!r} in {backend.url} does not begin as the file that was committed: it is damaged, or was swapped "
+                    "for another save's. Load another checkpoint."
+                )
+
+    def read(
+        self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planner: LoadPlanner, verify: Verify
+    ) -> None:
+        checked = verify is Verify.ALWAYS or (verify is Verify.AUTO and backend.remote)
+        checker = Checker(backend, partial_blocks=verify is Verify.ALWAYS) if checked else None
+        tensors: list[tuple[ReadItem, BoxRead]] = []
+        for item in items:
+            stored = metadata.storage_info(item.storage_row)
+            if item.kind is EntryKind.OBJECT:
+                data = bytearray(stored.length)
+                backend.read_ranges(stored.key, [ByteRange(stored.offset, stored.length)], [memoryview(data)])
+                # Small and decoded by code: always checked, whatever `verify` says of bulk data.
+                (checker or Checker(backend, partial_blocks=False)).check(
+                    stored, item.dest_index.fqn, 0, memoryview(data)
+                )
+                planner.apply_bytes(item, bytes(data))
+            else:
+                tensors.append((item, _box_read(metadata, stored, item, planner)))
+        read_boxes(backend, [read for _, read in tensors], checker)
+        for item, read in tensors:
+            planner.apply_tensor(item, read.target)
+
+
+def _box_read(metadata: Metadata, stored: StorageInfo, item: ReadItem, planner: LoadPlanner) -> BoxRead:
+    entry = int(metadata.chunks.entry[item.storage_row])
+    _, sizes = metadata.chunks.box(item.storage_row)
+    fqn, name = item.dest_index.fqn, metadata.entries.dtype(entry)
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedTypeError(
+            f"{fqn!r} is stored as {name}, a dtype that torch {torch.__version__} does not have."
+        )
+    if stored.length != torch.Size(sizes).numel() * dtype.itemsize:
+        raise CorruptCheckpointError(
+            f"{fqn!r}: {list(sizes)} of {name} is not {stored.length} bytes; .metadata is damaged."
+        )
+    return BoxRead(fqn, stored, dtype, sizes, Box(item.storage_offsets, item.lengths), planner.acquire_tensor(item))
+
+
+class _DataFile:
+    """One file about to be written: its header is known before any byte of data is."""
+
+    def __init__(
+        self, naming: FileNaming, suffix: str, part: int, extents: Sequence[_Extent], planner: SavePlanner
+    ) -> None:
+        self.naming = naming
+        self.suffix = suffix
+        self.part = part
+        self._extents = extents
+        self._planner = planner
+        self._checksums: dict[int, list[int]] = {}
+
+    @cached_property
+    def _header(self) -> tuple[bytes, list[int]]:
+        # The attempt comes first: `commit.attempt_in_header` and the file's mark look at the first bytes only.
+        return build_header(
+            [TensorEntry(e.key, e.dtype_name, e.shape, e.item.nbytes) for e in self._extents],
+            {
+                "attempt": self.naming.attempt,
+                "rank": str(self.naming.rank),
+                "part": f"{self.part}{self.suffix}",
+                "chunks": json.dumps([e.about for e in self._extents], separators=(",", ":")),
+            },
+        )
+
+    @property
+    def size(self) -> int:
+        """The whole file's length in bytes."""
+        return len(self._header[0]) + sum(extent.item.nbytes for extent in self._extents)
+
+    @property
+    def mark(self) -> int:
+        """crc32c of the first bytes."""
+        return crc32c.crc32c(self._header[0][:HEAD_BYTES])
+
+    def pieces(self, key: str) -> Iterator[memoryview]:
+        """The file's bytes in order, checksummed as they go by."""
+        yield memoryview(self._header[0])
+        for extent in self._extents:
+            running = _BlockChecksums()
+            for piece in self._bytes_of(extent.item):
+                running.add(piece)
+                yield piece
+            self._checksums[extent.row] = running.finish()
+
+    def results(self, key: str) -> dict[int, WriteResult]:
+        """Row of the plan → where it was stored."""
+        return {
+            extent.row: WriteResult(StorageInfo(key, offset, extent.item.nbytes, tuple(self._checksums[extent.row])))
+            for extent, offset in zip(self._extents, self._header[1], strict=True)
+        }
+
+    def _bytes_of(self, item: WriteItem) -> Iterator[memoryview]:
+        if item.kind is EntryKind.OBJECT:
+            yield memoryview(self._planner.get_bytes(item))
+        else:
+            yield from byte_pieces(self._planner.get_tensor(item))
+
+
+class _BlockChecksums:
+    """crc32c of each block of an extent that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._running = 0
+        self._filled = 0
+
+    def add(self, piece: memoryview) -> None:
+        position = 0
+        while position < len(piece):
+            step = min(len(piece) - position, BLOCK_BYTES - self._filled)
+            self._running = crc32c.crc32c(piece[position : position + step], self._running)
+            self._filled += step
+            position += step
+            if self._filled == BLOCK_BYTES:
+                self._close()
+
+    def _close(self) -> None:
+        self._done.append(self._running)
+        self._running = self._filled = 0
+
+    def finish(self) -> list[int]:
+        if self._filled:
+            self._close()
+        return self._done
+
+
+def block_checksums(pieces: Iterator[memoryview]) -> list[int]:
+    """crc32c of each block of what the pieces hold one after another."""
+    running = _BlockChecksums()
+    for piece in pieces:
+        running.add(piece)
+    return running.finish()
+
+
+def byte_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order: its own memory where that will do, else copies of `PIECE_BYTES` at most."""
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return
+    fits = device.is_host(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if fits or tensor.numel() * tensor.element_size() <= PIECE_BYTES:
+        memory = device.host_bytes(device.to_host(tensor))
+        for start in range(0, len(memory), PIECE_BYTES):
+            yield memory[start : start + PIECE_BYTES]
+        return
+    axis = next(axis for axis, size in enumerate(tensor.shape) if size > 1)
+    row = tensor.numel() // tensor.shape[axis] * tensor.element_size()
+    rows = max(1, PIECE_BYTES // row)
+    for start in range(0, tensor.shape[axis], rows):
+        yield from byte_pieces(tensor.narrow(axis, start, min(rows, tensor.shape[axis] - start)))
+
+
+def _extents(plan: SavePlan) -> tuple[list[_Extent], list[_Extent]]:
+    """The plan's tensors and objects, each in the order they take in a file.
+
+    Wider elements first: sizes are multiples of the width, so every tensor starts where its dtype may, without holes.
+    """
+    names = _Names(plan)
+    tensors: list[_Extent] = []
+    objects: list[_Extent] = []
+    for row, item in enumerate(plan.items):
+        entry = plan.entries[int(plan.chunks.entry[row])]
+        about: dict[str, object] = {"fqn": entry.fqn}
+        if entry.owner is not None:
+            about["owner"] = entry.owner
+        if item.kind is EntryKind.OBJECT:
+            objects.append(_Extent(row, item, names.of(item), "U8", (item.nbytes,), 1, about))
+            continue
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        name = _SAFETENSORS_NAMES.get(dtype)
+        about |= {"dtype": entry.dtype, "shape": entry.shape, "offsets": item.index.offsets}
+        shape = item.index.sizes if name is not None else (*item.index.sizes, dtype.itemsize)
+        tensors.append(_Extent(row, item, names.of(item), name or "U8", shape, dtype.itemsize, about))
+    tensors.sort(key=lambda e: (-e.alignment, e.item.index.fqn, e.item.index.offsets, e.row))
+    objects.sort(key=lambda e: (e.item.index.fqn, e.row))
+    return tensors, objects
+
+
+class _Names:
+    """The name of each item inside a file: the fqn, made safe and unique."""
+
+    def __init__(self, plan: SavePlan) -> None:
+        self._count: dict[str, int] = {}
+        for item in plan.items:
+            self._count[item.index.fqn] = self._count.get(item.index.fqn, 0) + 1
+        self._taken: set[str] = set()
+
+    def of(self, item: WriteItem) -> str:
+        name = _safe(item.index.fqn)
+        if self._count[item.index.fqn] > 1:
+            name += f"@{list(item.index.offsets)}".replace(" ", "")
+        unique, number = name, 1
+        while unique in self._taken or (unique != name and unique in self._count):
+            number += 1
+            unique = f"{name}#{number}"
+        self._taken.add(unique)
+        return unique
+
+
+def _safe(fqn: str) -> str:
+    """`fqn` itself, unless readers of safetensors files stumble over it; then with what is unsafe as %XX."""
+    if fqn in ("", "__metadata__") or any(part in (".", "..") for part in fqn.replace("\\", "/").split("/")):
+        return "%" + fqn.replace("%", "%25").replace(".", "%2E").replace("/", "%2F")
+    if any(ord(char) < 32 or 0xD800 <= ord(char) <= 0xDFFF for char in fqn):
+        return "".join(
+            f"%{ord(char):02X}" if ord(char) < 32 or 0xD800 <= ord(char) <= 0xDFFF or char == "%" else char
+            for char in fqn
+        )
+    return fqn
+
+
+def _split(extents: Sequence[_Extent]) -> Iterator[list[_Extent]]:
+    """Groups whose headers stay well below the longest one allowed; none for no extents."""
+    group: list[_Extent] = []
+    size = 0
+    for extent in extents:
+        # Twice the names, shapes and offsets as JSON, and what surrounds them; generous, since it only decides a split.
+        weight = 12 * (len(extent.key) + len(extent.item.index.fqn)) + 44 * (len(extent.shape) + 1) * 3 + 256
+        if group and size + weight > MAX_HEADER_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(extent)
+        size += weight
+    if group:
+        yield group

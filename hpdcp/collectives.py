@@ -1,0 +1,293 @@
+"""Steps that all ranks share: everybody succeeds, or everybody raises the same error.
+
+A step is a function that each rank runs on its own and, for some, one that the coordinator runs over all answers.
+Whatever either raises is caught, travels as text, and is raised on every rank; no step leaves a rank waiting for
+one that failed. Nothing that can raise may run between two steps outside of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hpdcp.errors import HpdcpError, PeerLostError, RankFailedError, rebuild
+
+T = TypeVar("T")
+
+COORDINATOR: Final = 0
+_PIECE_BYTES: Final = 256 << 20
+"""Longest single message; gloo's own limit is below 2 GiB."""
+_ALL_RANKS: Final = -1
+"""Stands for what the coordinator does on behalf of all."""
+_MOST_CAUSES: Final = 8
+"""Ranks whose messages are spelled out when many fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why a rank could not do its part of a step."""
+
+    rank: int
+    lineage: tuple[str, ...]
+    """The error's class name and its bases' names, closest first."""
+    message: str
+    trace: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failed:
+        lineage = tuple(kind.__name__ for kind in type(error).__mro__)
+        message = str(error) if isinstance(error, HpdcpError) else f"{type(error).__name__}: {error}"
+        return cls(rank, lineage, message, "".join(traceback.format_exception(error)))
+
+    def to_json(self) -> list[object]:
+        return [self.rank, list(self.lineage), self.message, self.trace]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[object]) -> Failed:
+        rank, lineage, message, trace = fields
+        assert isinstance(rank, int) and isinstance(lineage, list)
+        return cls(rank, tuple(map(str, lineage)), str(message), str(trace))
+
+
+class Exchange(ABC):
+    """One interface over a process group, a single rank, and ranks that do not talk to one another."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank plans and commits for all."""
+        return self.rank == COORDINATOR
+
+    @abstractmethod
+    def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """Every rank's `local()` goes to the coordinator, `combine` answers them all, each rank gets its own part."""
+
+    @abstractmethod
+    def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """Every rank's `local()` goes to the coordinator; what `combine` makes of them goes to every rank."""
+
+    @abstractmethod
+    def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
+        """What the coordinator's `make()` returns, on every rank."""
+
+    def agree(self, step: str, local: Callable[[], T]) -> T:
+        """Run `local()` on every rank; return its value here once all ranks have succeeded."""
+        kept: list[T] = []
+
+        def run() -> bytes:
+            kept.append(local())
+            return b""
+
+        self.conclude(step, run, lambda _: b"")
+        return kept[0]
+
+
+class Alone(Exchange):
+    """A rank that neither asks nor tells anyone: the only one, or one of many without collectives."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @property
+    def is_coordinator(self) -> bool:
+        return True
+
+    def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        return combine([local()])[0]
+
+    def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        return combine([local()])
+
+    def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
+        return make()
+
+
+class ProcessGroupExchange(Exchange):
+    """Ranks of a process group; plans go to the coordinator and back point to point, never to everybody."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        answers = self._gather(step, _attempt(self.rank, local))
+        parts = None if answers is None else self._combine(answers, combine)
+        return self._open(step, self._peer(step, lambda: self._scatter(parts)))
+
+    def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        answers = self._gather(step, _attempt(self.rank, local))
+        whole = None if answers is None else self._combine(answers, lambda parts: [combine(parts)])[0]
+        return self._open(step, self._peer(step, lambda: self._broadcast(whole)))
+
+    def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
+        whole = _attempt(self.rank, make) if self.is_coordinator else None
+        return self._open(step, self._peer(step, lambda: self._broadcast(whole)))
+
+    def _combine(self, answers: list[bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
+        """The coordinator's framed answers, one for each rank or one for all; every one a failure if any rank failed."""
+        failed = [cause for answer in answers for cause in _failures(answer)]
+        if not failed:
+            try:
+                return [b"+" + part for part in combine([answer[1:] for answer in answers])]
+            except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+                failed = [Failed.of(_ALL_RANKS, error)]
+        return [_frame(failed)] * len(answers)
+
+    def _open(self, step: str, answer: bytes) -> bytes:
+        failed = _failures(answer)
+        if failed:
+            raise joint_error(step, failed, self.world_size)
+        return answer[1:]
+
+    def _peer(self, step: str, transfer: Callable[[], T]) -> T:
+        try:
+            return transfer()
+        except (RuntimeError, ValueError) as error:
+            raise PeerLostError(
+                f"rank {self.rank} lost the other ranks in step {step!r}: {error}. A rank died or took longer than the "
+                "process group's timeout; look at the other ranks' output for the first error."
+            ) from error
+
+    def _gather(self, step: str, payload: bytes) -> list[bytes] | None:
+        return self._peer(step, lambda: self._gather_bytes(payload))
+
+    def _gather_bytes(self, payload: bytes) -> list[bytes] | None:
+        lengths = torch.zeros(self.world_size, dtype=torch.int64)
+        lengths[self.rank] = len(payload)
+        dist.all_reduce(lengths, group=self._group)
+        if self.rank != COORDINATOR:
+            self._send(payload, COORDINATOR)
+            return None
+        return [
+            payload if rank == self.rank else self._receive(length, rank)
+            for rank, length in enumerate(lengths.tolist())
+        ]
+
+    def _scatter(self, parts: Sequence[bytes] | None) -> bytes:
+        lengths = torch.zeros(self.world_size, dtype=torch.int64)
+        if parts is not None:
+            lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+        dist.broadcast(lengths, group_src=COORDINATOR, group=self._group)
+        if parts is None:
+            return self._receive(int(lengths[self.rank]), COORDINATOR)
+        for rank, part in enumerate(parts):
+            if rank != self.rank:
+                self._send(part, rank)
+        return parts[self.rank]
+
+    def _broadcast(self, whole: bytes | None) -> bytes:
+        length = torch.tensor([0 if whole is None else len(whole)], dtype=torch.int64)
+        dist.broadcast(length, group_src=COORDINATOR, group=self._group)
+        buffer = bytearray(int(length)) if whole is None else bytearray(whole)
+        for piece in _pieces(buffer):
+            dist.broadcast(piece, group_src=COORDINATOR, group=self._group)
+        return bytes(buffer) if whole is None else whole
+
+    def _send(self, payload: bytes, rank: int) -> None:
+        for piece in _pieces(bytearray(payload)):
+            dist.send(piece, group_dst=rank, group=self._group)
+
+    def _receive(self, length: int, rank: int) -> bytes:
+        buffer = bytearray(length)
+        for piece in _pieces(buffer):
+            dist.recv(piece, group_src=rank, group=self._group)
+        return bytes(buffer)
+
+
+def open_exchange(*, no_dist: bool, use_collectives: bool) -> Exchange:
+    """The exchange that the flags and the process group, if there is one, ask for."""
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return Alone()
+    if not use_collectives:
+        return Alone(dist.get_rank(), dist.get_world_size())
+    if dist.get_world_size() == 1:
+        return Alone()
+    return ProcessGroupExchange(_host_group())
+
+
+_own_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+"""(the default group it was made for, a gloo group beside it), where the default one cannot carry host tensors."""
+
+
+def _host_group() -> dist.ProcessGroup:
+    """A group whose ranks can exchange host tensors: the default one, or a gloo group made once beside it."""
+    global _own_group
+    default = dist.group.WORLD
+    assert default is not None
+    if "cpu" in dist.get_backend_config(default):
+        return default
+    if _own_group is None or _own_group[0] is not default:
+        _own_group = (default, dist.new_group(backend="gloo"))
+    return _own_group[1]
+
+
+def run_nonce() -> str:
+    """Equal on all ranks of this run, different in any other; agreed through the process group's store, no collective."""
+    named = os.environ.get("HPDCP_RUN_ID")
+    if named:
+        return f"{named}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if dist.is_available() and dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        agreed = store.compare_set("hpdcp/run", "", uuid.uuid4().hex)
+        return agreed.decode()
+    return _ALONE_NONCE
+
+
+_ALONE_NONCE: Final = uuid.uuid4().hex
+
+
+def joint_error(step: str, failed: Sequence[Failed], world_size: int) -> HpdcpError:
+    """One error for all ranks: of the closest class the causes have in common, naming each rank and its cause."""
+    shared = [name for name in failed[0].lineage if all(name in cause.lineage for cause in failed)]
+    kind = next((name for name in shared if type(rebuild(name, "")).__name__ == name), "RankFailedError")
+    if kind in ("HpdcpError", "CheckpointError"):
+        kind = "RankFailedError"
+    messages = {cause.message for cause in failed}
+    if len(messages) == 1 and (len(failed) == world_size or failed[0].rank == _ALL_RANKS):
+        text = failed[0].message
+    else:
+        lines = [f"rank {cause.rank}: {cause.message}" for cause in failed[:_MOST_CAUSES]]
+        if len(failed) > _MOST_CAUSES:
+            lines.append(f"and {len(failed) - _MOST_CAUSES} more ranks")
+        text = f"{step} failed on {len(failed)} of {world_size} ranks: " + "; ".join(lines)
+    error = rebuild(kind, text)
+    whose = "the coordinator" if failed[0].rank == _ALL_RANKS else f"rank {failed[0].rank}"
+    error.add_note(f"Traceback of {whose}:\n{failed[0].trace}")
+    if isinstance(error, RankFailedError):
+        error.causes = tuple((cause.rank, cause.message) for cause in failed)
+    return error
+
+
+def _attempt(rank: int, local: Callable[[], bytes]) -> bytes:
+    try:
+        return b"+" + local()
+    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+        return _frame([Failed.of(rank, error)])
+
+
+def _frame(failed: Sequence[Failed]) -> bytes:
+    return b"-" + json.dumps([cause.to_json() for cause in failed]).encode()
+
+
+def _failures(answer: bytes) -> list[Failed]:
+    return [Failed.from_json(fields) for fields in json.loads(answer[1:])] if answer[:1] == b"-" else []
+
+
+def _pieces(buffer: bytearray) -> list[torch.Tensor]:
+    if not buffer:
+        return []
+    whole = torch.frombuffer(buffer, dtype=torch.uint8)
+    return [whole[start : start + _PIECE_BYTES] for start in range(0, len(buffer), _PIECE_BYTES)]

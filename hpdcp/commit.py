@@ -1,0 +1,234 @@
+"""One try at one save of a folder: claim it, publish it in one step, clean up after it.
+
+Two small files speak for a folder. `.metadata` says what is committed; `.attempt` says who last began to save there
+and which attempts it left behind. No data file is opened for writing twice, so whatever was committed stays as it is
+until another `.metadata` has taken its place.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from hpdcp.backend import Backend, ByteRange, KeyInfo, KeyNotFoundError
+from hpdcp.container import PREFIX_BYTES
+from hpdcp.errors import CheckpointError, CommitUncertainError, HpdcpError, StorageError, SupersededError
+from hpdcp.metadata import HEAD_BYTES, Metadata
+from hpdcp.timing import log_message
+
+METADATA: Final = ".metadata"
+CLAIM: Final = ".attempt"
+SILENT_SECONDS: Final = 24 * 3600
+"""How long a superseded attempt must have written nothing before its files are removed: its process may still live."""
+
+
+def rank_metadata_key(rank: int) -> str:
+    """Where `rank` publishes its own part when it saves without collectives."""
+    return f"{rank}{METADATA}"
+
+
+def rank_of_metadata_key(key: str) -> int | None:
+    """The rank in `{rank}.metadata`; None for any other key."""
+    rank, dot, rest = key.partition(".")
+    return int(rank) if dot + rest == METADATA and rank.isascii() and rank.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What `.attempt` says."""
+
+    attempt: str
+    plain: bool
+    """Whether the attempt was free to take the plain file names."""
+    began: float
+    """Seconds since the epoch, by the coordinator's clock."""
+    superseded: tuple[tuple[str, bool], ...] = ()
+    """(attempt, plain) of earlier tries that never committed and whose files may still lie about."""
+    replaced: tuple[tuple[str, float], ...] = ()
+    """(key, since) of files a commit replaced and that `keep_replaced_for` still keeps."""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(
+            {
+                "attempt": self.attempt,
+                "plain": self.plain,
+                "began": self.began,
+                "superseded": self.superseded,
+                "replaced": self.replaced,
+            }
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Claim | None:
+        """None when it cannot be read: then nothing is known of earlier attempts, and nothing of theirs is removed."""
+        try:
+            fields = json.loads(data)
+            return cls(
+                str(fields["attempt"]),
+                bool(fields["plain"]),
+                float(fields["began"]),
+                tuple((str(attempt), bool(plain)) for attempt, plain in fields["superseded"]),
+                tuple((str(key), float(since)) for key, since in fields["replaced"]),
+            )
+        except (ValueError, TypeError, KeyError):
+            return None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The coordinator's side of one save of one folder."""
+
+    backend: Backend
+    claim: Claim
+    before: bytes | None
+    """`.metadata` as it was found; None where there was none."""
+    replaced_keys: frozenset[str] = field(default_factory=frozenset)
+    """What the checkpoint found in the folder consists of."""
+
+    @classmethod
+    def begin(cls, backend: Backend, attempt: str) -> Attempt:
+        """Look once at the folder, decide which names may be taken, and claim it."""
+        backend.prepare()
+        keys = {info.key for info in backend.list_keys()}
+        before = read_or_none(backend, METADATA) if METADATA in keys else None
+        earlier = _read_claim(backend) if CLAIM in keys else None
+        committed = _settings_of(before).get("attempt")
+        superseded = dict(earlier.superseded) if earlier else {}
+        if earlier and earlier.attempt != committed:
+            superseded[earlier.attempt] = earlier.plain
+        superseded.pop(committed or "", None)
+        claim = Claim(
+            attempt,
+            plain=not keys and backend.conditional_create,
+            began=time.time(),
+            superseded=tuple(superseded.items()),
+            replaced=earlier.replaced if earlier else (),
+        )
+        backend.publish(CLAIM, claim.to_bytes())
+        return cls(backend, claim, before, _keys_of_checkpoint(backend, keys, before))
+
+    def commit(self, metadata: Metadata, *, keep_replaced_for: float) -> None:
+        """Publish `metadata`; the step after which the new checkpoint is the one that loads.
+
+        Raises:
+            SupersededError: another attempt claimed the folder or committed since `begin`; nothing was published.
+        """
+        current = _read_claim(self.backend)
+        if current is None or current.attempt != self.claim.attempt:
+            raise self._superseded("another attempt claimed it")
+        if read_or_none(self.backend, METADATA) != self.before:
+            raise self._superseded("another attempt committed there")
+        publish_or_doubt(self.backend, METADATA, metadata.to_bytes())
+        try:
+            self._clean_up(metadata, keep_replaced_for)
+        except HpdcpError as error:
+            # The checkpoint is whole and published; what could not be removed only takes room.
+            log_message(logging.WARNING, f"{self.backend.url}: old files could not be removed: {error}")
+
+    def _superseded(self, why: str) -> SupersededError:
+        return SupersededError(
+            f"{self.backend.url}: while this save ran, {why}. This save published nothing and removes its own files; "
+            "make sure that only one job saves to a folder at a time."
+        )
+
+    def _clean_up(self, metadata: Metadata, keep_replaced_for: float) -> None:
+        now = time.time()
+        ours = set(metadata.files)
+        waiting = {key: since for key, since in self.claim.replaced if key not in ours}
+        waiting |= {key: now for key in self.replaced_keys - ours}
+        due = [key for key, since in waiting.items() if now - since >= keep_replaced_for]
+        self.backend.delete(due)
+        kept = tuple((key, since) for key, since in waiting.items() if key not in set(due))
+        if self.claim.superseded:
+            self.backend.delete(_orphans(self.backend, self.claim.superseded, keep=ours | {key for key, _ in kept}))
+        if kept != self.claim.replaced:
+            claim = Claim(self.claim.attempt, self.claim.plain, self.claim.began, self.claim.superseded, kept)
+            self.backend.publish(CLAIM, claim.to_bytes())
+
+
+def publish_or_doubt(backend: Backend, key: str, data: bytes) -> None:
+    """Publish `data`; an error means that the old bytes are still there, unless it is a CommitUncertainError."""
+    try:
+        backend.publish(key, data)
+    except StorageError as error:
+        try:
+            if read_or_none(backend, key) != data:
+                raise
+        except StorageError as second:
+            if second is error:
+                raise
+        raise CommitUncertainError(
+            f"{backend.url}: publishing {key} failed half-way ({error}). The new checkpoint may be in place but not safe "
+            "against a power failure; none of its files were removed. Save again once the storage is sound."
+        ) from error
+
+
+def read_or_none(backend: Backend, key: str) -> bytes | None:
+    """The key's bytes; None when it is not there."""
+    try:
+        return backend.read(key)
+    except KeyNotFoundError:
+        return None
+
+
+def attempt_in_header(head: bytes | bytearray) -> str | None:
+    """The attempt that a data file's first bytes name; None where they name none."""
+    text = bytes(head[PREFIX_BYTES:HEAD_BYTES]).decode("utf-8", "replace")
+    marker = '{"__metadata__":{"attempt":"'
+    return text[len(marker) :].partition('"')[0] if text.startswith(marker) else None
+
+
+def _read_claim(backend: Backend) -> Claim | None:
+    data = read_or_none(backend, CLAIM)
+    return None if data is None else Claim.from_bytes(data)
+
+
+def _settings_of(data: bytes | None) -> Mapping[str, str]:
+    if data is None:
+        return {}
+    try:
+        return Metadata.from_bytes(data, where=METADATA).settings
+    except CheckpointError:
+        return {}
+
+
+def _keys_of_checkpoint(backend: Backend, keys: Iterable[str], before: bytes | None) -> frozenset[str]:
+    """Every key of what is committed in the folder: what its `.metadata`, or its ranks' metadata, list."""
+    owned: set[str] = set()
+    documents: list[tuple[str, bytes | None]] = [(METADATA, before)]
+    for key in keys:
+        if rank_of_metadata_key(key) is not None:
+            documents.append((key, read_or_none(backend, key)))
+            owned.add(key)
+    for key, data in documents:
+        if data is None:
+            continue
+        try:
+            owned.update(Metadata.from_bytes(data, where=f"{backend.url}/{key}").files)
+        except CheckpointError as error:
+            log_message(logging.WARNING, f"{error} Its data files are left where they are.")
+            owned.discard(key)
+    return frozenset(owned)
+
+
+def _orphans(backend: Backend, superseded: Sequence[tuple[str, bool]], *, keep: set[str]) -> list[str]:
+    """Files that superseded attempts left, and have not touched for a day."""
+    now = time.time()
+    old = [info for info in backend.list_keys() if info.key not in keep and now - info.modified >= SILENT_SECONDS]
+    return [info.key for info in old if info.key.startswith("_rank") and _belongs(backend, info, dict(superseded))]
+
+
+def _belongs(backend: Backend, info: KeyInfo, superseded: Mapping[str, bool]) -> bool:
+    stem = info.key.rpartition(".")[0]
+    if any(stem.endswith(f".{attempt}") for attempt in superseded):
+        return True
+    head = bytearray(min(info.size, HEAD_BYTES))
+    try:
+        backend.read_ranges(info.key, [ByteRange(0, len(head))], [memoryview(head)])
+    except StorageError:
+        return False
+    return superseded.get(attempt_in_header(head) or "", False)

@@ -1,0 +1,344 @@
+"""The writer and the reader of checkpoints on a byte store: a plan over one backend and one layout."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hpdcp import collectives, config, registry
+from hpdcp.backend import Backend, KeyNotFoundError
+from hpdcp.commit import (
+    CLAIM,
+    METADATA,
+    Attempt,
+    publish_or_doubt,
+    rank_metadata_key,
+    rank_of_metadata_key,
+    read_or_none,
+)
+from hpdcp.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    HpdcpError,
+    IncompleteCheckpointError,
+    InvalidArgumentError,
+)
+from hpdcp.layout import FileNaming, Layout, Verify
+from hpdcp.metadata import Metadata
+from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SavePlanner
+from hpdcp.replicas import merge_rank_metadata
+from hpdcp.storage import RankMetadata, StorageReader, StorageWriter, WriteResults
+
+_ordinals: dict[tuple[str, str], itertools.count[int]] = {}
+"""(run, folder) → this process's saves there without collectives, counted at the door so that all ranks agree."""
+
+
+class FileSystemWriter(StorageWriter):
+    """Writes checkpoints as files of one backend.
+
+    Args:
+        checkpoint_id: folder or URL; may be left out when `save` is given one.
+        backend, layout: names that go before the configuration's.
+        storage_options: handed to fsspec untouched.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: str | Path | None = None,
+        *,
+        backend: str | None = None,
+        layout: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._backend_name = backend
+        self._layout_name = layout
+        self._storage_options = dict(storage_options or {})
+        self._url = None if checkpoint_id is None else registry.resolve_checkpoint_id(checkpoint_id)
+        self._save: _Save | None = None
+
+    def initialize_writer(self, checkpoint_id: str | Path) -> None:
+        self._url = registry.resolve_checkpoint_id(checkpoint_id)
+
+    def configure_writer(self, context: PlannerContext) -> None:
+        if self._url is None:
+            raise InvalidArgumentError(
+                "this FileSystemWriter has no place to save to: give it or save() a checkpoint_id."
+            )
+        settings = config.current()
+        backend = registry.open_backend(self._url, name=self._backend_name, storage_options=self._storage_options)
+        name = self._layout_name or settings.layout
+        layout: Layout = registry.find_layout(name)()
+        kind = _SaveByAll if context.collective else _SaveByRank
+        self._save = kind(backend, layout, name, context, settings.keep_replaced_for)
+
+    def optimize_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        decided = self._current.begin()
+        return [plan.with_storage_data(decided) for plan in plans]
+
+    def execute_write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
+        return self._current.write(plan, planner)
+
+    def finalize_checkpoint(self, metadata: Metadata, results: Sequence[WriteResults]) -> Metadata:
+        return self._current.commit(metadata)
+
+    def discard(self) -> None:
+        if self._save is not None:
+            self._save.discard()
+
+    @property
+    def _current(self) -> _Save:
+        if self._save is None:
+            raise InvalidArgumentError("configure_writer must be called before this writer is used.")
+        return self._save
+
+
+class _Save:
+    """One save of one folder, as one rank sees it."""
+
+    def __init__(
+        self, backend: Backend, layout: Layout, layout_name: str, context: PlannerContext, keep_replaced_for: float
+    ) -> None:
+        self.backend = backend
+        self.layout = layout
+        self.context = context
+        self.keep_replaced_for = keep_replaced_for
+        self.facts = {"layout": layout_name, "world_size": str(context.world_size)}
+
+    def begin(self) -> dict[str, str]:
+        raise NotImplementedError
+
+    def commit(self, metadata: Metadata) -> Metadata:
+        raise NotImplementedError
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
+        decided = plan.storage_data
+        naming = FileNaming(self.context.rank, decided["attempt"], decided["plain"] == "1")
+        return self.layout.write(self.backend, plan, planner, naming)
+
+    def discard(self) -> None:
+        self.backend.delete(self.layout.written())
+
+
+class _SaveByAll(_Save):
+    """All ranks as one: the coordinator claims the folder and publishes `.metadata`."""
+
+    def begin(self) -> dict[str, str]:
+        self._attempt = Attempt.begin(self.backend, uuid.uuid4().hex[:16])
+        claim = self._attempt.claim
+        return {"attempt": claim.attempt, "plain": "1" if claim.plain else "0"}
+
+    def commit(self, metadata: Metadata) -> Metadata:
+        whole = metadata.with_storage(metadata.storage, {**self.facts, "attempt": self._attempt.claim.attempt})
+        self._attempt.commit(whole, keep_replaced_for=self.keep_replaced_for)
+        return whole
+
+
+class _SaveByRank(_Save):
+    """Without collectives: each rank publishes `{rank}.metadata` and knows only what it finds in the folder."""
+
+    def begin(self) -> dict[str, str]:
+        run = collectives.run_nonce()
+        ordinal = next(_ordinals.setdefault((run, self.backend.url), itertools.count(1)))
+        self.facts |= {"rank": str(self.context.rank), "run": run, "ordinal": str(ordinal)}
+        self.backend.prepare()
+        keys = [info.key for info in self.backend.list_keys()]
+        self._refuse_strangers(keys, run)
+        own = rank_metadata_key(self.context.rank)
+        before = read_or_none(self.backend, own) if own in keys else None
+        self._replaced = set() if before is None else set(Metadata.from_bytes(before, where=own).files)
+        self.facts["attempt"] = uuid.uuid4().hex[:16]
+        return {"attempt": self.facts["attempt"], "plain": "1" if self.backend.conditional_create else "0"}
+
+    def _refuse_strangers(self, keys: Sequence[str], run: str) -> None:
+        """Another run's checkpoint is not ours to mix with, and without collectives nobody can say that it is done with."""
+        url = self.backend.url
+        advice = "Save to an empty folder, or remove the old checkpoint first."
+        if METADATA in keys:
+            raise CheckpointExistsError(f"{url} holds a checkpoint that all ranks saved together. {advice}")
+        rank, world_size = self.context.rank, self.context.world_size
+        there = sorted(found for key in keys if (found := rank_of_metadata_key(key)) is not None)
+        # One's own, the first and those beyond this world tell a stranger; opening all would be ranks squared.
+        for other in sorted({*there[:1], *(r for r in there if r >= world_size), *({rank} & set(there))}):
+            key = rank_metadata_key(other)
+            data = read_or_none(self.backend, key)
+            if data is None:
+                continue
+            settings = Metadata.from_bytes(data, where=f"{url}/{key}").settings
+            if settings.get("run") != run or settings.get("world_size") != str(world_size):
+                raise CheckpointExistsError(
+                    f"{url} holds {key}, which another run saved (run {settings.get('run')!r}, this is {run!r}). {advice} "
+                    "A restarted job that may overwrite its own sets HPDCP_RUN_ID."
+                )
+
+    def commit(self, metadata: Metadata) -> Metadata:
+        whole = metadata.with_storage(metadata.storage, self.facts)
+        publish_or_doubt(self.backend, rank_metadata_key(self.context.rank), whole.to_bytes())
+        self.backend.delete(self._replaced - set(whole.files))
+        return whole
+
+
+class FileSystemReader(StorageReader):
+    """Reads checkpoints from files of one backend.
+
+    Args:
+        checkpoint_id: folder or URL; may be left out when `load` is given one.
+        backend: a name that goes before the configuration's. The layout is the checkpoint's own.
+        storage_options: handed to fsspec untouched.
+        allow_pickle: whether objects may be unpickled, which can run code from the checkpoint; None: as configured.
+        verify: which checksums to compare; None: as configured.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: str | Path | None = None,
+        *,
+        backend: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        allow_pickle: bool | None = None,
+        verify: str | None = None,
+    ) -> None:
+        if verify is not None and verify not in {choice.value for choice in Verify}:
+            raise InvalidArgumentError(f"verify is {verify!r}; expected one of {[choice.value for choice in Verify]}.")
+        self._backend_name = backend
+        self._storage_options = dict(storage_options or {})
+        self._url = None if checkpoint_id is None else registry.resolve_checkpoint_id(checkpoint_id)
+        self._allow_pickle = allow_pickle
+        self._verify = verify
+        self._backend: Backend | None = None
+        self._metadata: Metadata | None = None
+
+    def initialize_reader(self, checkpoint_id: str | Path) -> None:
+        self._url = registry.resolve_checkpoint_id(checkpoint_id)
+        self._backend = None
+
+    @property
+    def allow_pickle(self) -> bool:
+        """Whether objects of this checkpoint may be unpickled."""
+        return config.current().allow_pickle if self._allow_pickle is None else self._allow_pickle
+
+    @property
+    def backend(self) -> Backend:
+        """The byte store, opened when first asked for."""
+        if self._url is None:
+            raise InvalidArgumentError(
+                "this FileSystemReader has no place to load from: give it or load() a checkpoint_id."
+            )
+        if self._backend is None:
+            self._backend = registry.open_backend(
+                self._url, name=self._backend_name, storage_options=self._storage_options
+            )
+        return self._backend
+
+    def load_metadata(self) -> Metadata:
+        data = read_or_none(self.backend, METADATA)
+        if data is None:
+            raise self._absent()
+        return Metadata.from_bytes(data, where=f"{self.backend.url}/{METADATA}")
+
+    def _absent(self) -> HpdcpError:
+        url = self.backend.url
+        keys = [info.key for info in self.backend.list_keys()]
+        data = [key for key in keys if key.startswith("_rank")]
+        if data or CLAIM in keys:
+            return IncompleteCheckpointError(
+                f"{url} has {len(data)} data files but no {METADATA}: the save did not finish. Load an earlier checkpoint."
+            )
+        return CheckpointNotFoundError(f"{url} holds no checkpoint: there is no {METADATA} in it. Is the path right?")
+
+    def load_rank_metadata(self, rank: int) -> RankMetadata | None:
+        keys = [info.key for info in self.backend.list_keys()]
+        ranks = sorted(found for key in keys if (found := rank_of_metadata_key(key)) is not None)
+        return _RankMetadataSet(self.backend, ranks, rank) if ranks else None
+
+    def configure_reader(self, metadata: Metadata, context: PlannerContext) -> None:
+        self._metadata = metadata
+        self._layout: Layout = registry.find_layout(metadata.settings.get("layout", "safetensors"))()
+
+    def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        with self._missing_files_explained():
+            self._layout.check(self.backend, self._known, plan.items)
+        return plan
+
+    def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        verify = Verify(self._verify or config.current().verify)
+        with self._missing_files_explained():
+            self._layout.read(self.backend, self._known, plan.items, planner, verify)
+
+    @property
+    def _known(self) -> Metadata:
+        if self._metadata is None:
+            raise InvalidArgumentError("configure_reader must be called before this reader is used.")
+        return self._metadata
+
+    def _missing_files_explained(self) -> _MissingFiles:
+        return _MissingFiles(self.backend, self._known)
+
+    def close(self) -> None:
+        """Let go of open files."""
+        if self._backend is not None:
+            self._backend.close()
+
+
+class _MissingFiles:
+    """Turns "no such file" into what it means: the checkpoint was replaced, or a file of it was lost."""
+
+    def __init__(self, backend: Backend, metadata: Metadata) -> None:
+        self._backend = backend
+        self._metadata = metadata
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, (KeyNotFoundError, CorruptCheckpointError)):
+            return
+        rank = self._metadata.settings.get("rank")
+        key = METADATA if rank is None else rank_metadata_key(int(rank))
+        data = read_or_none(self._backend, key)
+        url = self._backend.url
+        attempt = None
+        if data is not None:
+            attempt = Metadata.from_bytes(data, where=f"{url}/{key}").settings.get("attempt")
+        if attempt != self._metadata.settings.get("attempt"):
+            raise CheckpointReplacedError(
+                f"{url} was replaced by another save while it was being read ({error}). Load again."
+            ) from error
+        if isinstance(error, KeyNotFoundError):
+            raise CorruptCheckpointError(f"{url} has lost a data file that its {key} lists: {error}") from error
+
+
+class _RankMetadataSet(RankMetadata):
+    """`{rank}.metadata` of every rank, all of one save."""
+
+    def __init__(self, backend: Backend, ranks: Sequence[int], rank: int) -> None:
+        self._rank = rank
+        self._parts: Final = [
+            Metadata.from_bytes(backend.read(rank_metadata_key(r)), where=f"{backend.url}/{rank_metadata_key(r)}")
+            for r in ranks
+        ]
+        facts = [(p.settings.get("run"), p.settings.get("ordinal"), p.world_size) for p in self._parts]
+        expected = self._parts[0].world_size
+        if len(set(facts)) != 1 or list(ranks) != list(range(expected)):
+            listed = ", ".join(
+                f"rank {r}: run {f[0]}, save {f[1]}, {f[2]} ranks" for r, f in zip(ranks, facts, strict=True)
+            )
+            raise IncompleteCheckpointError(
+                f"{backend.url} holds rank metadata that is not one whole save ({listed[:600]}). A save did not finish, or "
+                "two were mixed; load an earlier checkpoint."
+            )
+
+    def own(self, world_size: int) -> Metadata | None:
+        return self._parts[self._rank] if len(self._parts) == world_size and self._rank < world_size else None
+
+    def merged(self) -> Metadata:
+        return merge_rank_metadata(self._parts)
+
+
+def forget_ordinals() -> None:
+    """Count saves without collectives from one again; for tests that play several runs in one process."""
+    _ordinals.clear()

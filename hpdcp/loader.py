@@ -1,0 +1,115 @@
+"""The one path every load takes: read the metadata once, plan, check, read each its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hpdcp.collectives import Alone, Exchange
+from hpdcp.errors import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    IncompleteCheckpointError,
+    LoadMismatchError,
+)
+from hpdcp.metadata import Metadata
+from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext
+from hpdcp.storage import RankMetadata, StorageReader
+from hpdcp.timing import stage, timed
+
+_GLOBAL: Final = b"G"
+_BY_RANK: Final = b"R"
+
+
+@timed("_load_impl")
+def load_state(
+    state_dict: Mapping[Any, Any], *, reader: StorageReader, planner: LoadPlanner, exchange: Exchange
+) -> None:
+    """Fill `state_dict` in place from the checkpoint of `reader`, on all ranks of `exchange`.
+
+    Where there is no global metadata but ranks saved each for itself, each rank reads for itself as well.
+    """
+    load = _Load(state_dict, reader, planner, exchange)
+    try:
+        load.run()
+    except CheckpointReplacedError:
+        # All ranks are told of it in the same step, so all of them start again or none.
+        if load.reading:
+            raise
+        load.run()
+
+
+def find_metadata(reader: StorageReader, exchange: Exchange) -> tuple[Metadata | None, RankMetadata | None]:
+    """What the checkpoint holds: the global metadata, or else the ranks' own. The coordinator looks, all take its answer."""
+
+    def look() -> bytes:
+        try:
+            return _GLOBAL + reader.load_metadata().to_bytes()
+        except (CheckpointNotFoundError, IncompleteCheckpointError):
+            if reader.load_rank_metadata(exchange.rank) is None:
+                raise
+            return _BY_RANK
+
+    with stage("load_metadata"):
+        answer = exchange.announce("reading the metadata", look)
+    if answer[:1] == _GLOBAL:
+        return Metadata.from_bytes(memoryview(answer)[1:], where="the checkpoint's metadata"), None
+    return None, exchange.agree("reading the ranks' metadata", lambda: reader.load_rank_metadata(exchange.rank))
+
+
+class _Load:
+    def __init__(
+        self, state_dict: Mapping[Any, Any], reader: StorageReader, planner: LoadPlanner, exchange: Exchange
+    ) -> None:
+        self._state_dict = state_dict
+        self._reader = reader
+        self._planner = planner
+        self._exchange = exchange
+        self.reading = False
+        """Whether targets may have been changed."""
+
+    def run(self) -> None:
+        metadata, apart = find_metadata(self._reader, self._exchange)
+        if metadata is not None:
+            self._load_from(metadata, self._exchange)
+            return
+        assert apart is not None
+        alone = Alone(self._exchange.rank, self._exchange.world_size)
+        own = apart.own(self._exchange.world_size)
+        if own is None or not self._covered_by(own, alone):
+            self._load_from(apart.merged(), alone)
+
+    def _covered_by(self, own: Metadata, alone: Exchange) -> bool:
+        try:
+            self._load_from(own, alone)
+        except LoadMismatchError:
+            return False
+        return True
+
+    def _load_from(self, metadata: Metadata, exchange: Exchange) -> None:
+        collective = not isinstance(exchange, Alone)
+        context = PlannerContext(
+            exchange.rank, exchange.world_size, exchange.is_coordinator, collective, self._reader.allow_pickle
+        )
+
+        def plan_locally() -> bytes:
+            self._planner.configure_planner(self._state_dict, metadata, context)
+            self._reader.configure_reader(metadata, context)
+            with stage("build_local_plan"):
+                return self._reader.optimize_local_plan(self._planner.build_local_plan()).to_bytes()
+
+        with stage("all_gather_object"):
+            part = exchange.plan("planning the load", plan_locally, self._plan_globally)
+        self.reading = True
+        exchange.agree("reading", lambda: self._read(part))
+        exchange.agree("finishing the load", self._planner.finish_load)
+
+    def _plan_globally(self, parts: list[bytes]) -> list[bytes]:
+        with stage("build_global_plan"):
+            plans = self._planner.build_global_plan([LoadPlan.from_bytes(part) for part in parts])
+            return [plan.to_bytes() for plan in self._reader.optimize_global_plan(plans)]
+
+    def _read(self, part: bytes) -> None:
+        plan = self._planner.finalize_plan(LoadPlan.from_bytes(part))
+        with stage("execute_read"):
+            self._reader.execute_read(plan, self._planner)

@@ -1,0 +1,320 @@
+"""Plans, their items, and the two contracts that decide what is saved and what is loaded.
+
+A planner decides *what*; it never meets a file. A storage writer or reader executes the plan and never meets the
+state dict: it asks the planner for each item's memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from hpdcp.container import StringColumn, pack_columns, unpack_columns
+from hpdcp.metadata import Metadata, MetadataIndex
+from hpdcp.tables import (
+    ChunkTable,
+    Entry,
+    EntryKind,
+    EntryTable,
+    I64,
+    column,
+    strings_from,
+    strings_to,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerContext:
+    """Where this rank stands among those that save or load together."""
+
+    rank: int
+    world_size: int
+    is_coordinator: bool
+    collective: bool
+    """Whether the ranks' plans are made into one; False: each rank saves or loads for itself."""
+    allow_pickle: bool = False
+    """Whether a load may unpickle objects, which can run code from the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """One chunk of a tensor, or one object, to store."""
+
+    index: MetadataIndex
+    kind: EntryKind
+    """TENSOR or OBJECT."""
+    nbytes: int
+    """Exactly what will be stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """One box to copy from a stored chunk into a local tensor; or one object to read."""
+
+    dest_index: MetadataIndex
+    """The destination chunk, as this rank holds it."""
+    storage_row: int
+    """Row of the stored chunk in `Metadata.chunks`."""
+    dest_offsets: tuple[int, ...]
+    """Where the box starts in the destination chunk."""
+    storage_offsets: tuple[int, ...]
+    """Where the box starts in the stored chunk."""
+    lengths: tuple[int, ...]
+    """The box's sizes."""
+    kind: EntryKind = EntryKind.TENSOR
+    source: int | None = None
+    """Rank that reads it for the replica group; None when each rank reads its own."""
+
+
+class SavePlan:
+    """What one rank has on record and what it writes. Immutable; held as columns.
+
+    `entries` may hold names without items: a tensor whose shard on this rank is empty is recorded all the same.
+    """
+
+    def __init__(
+        self,
+        entries: EntryTable,
+        chunks: ChunkTable,
+        nbytes: I64,
+        storage_data: Mapping[str, str] | None = None,
+    ) -> None:
+        self.entries = entries
+        self.chunks = chunks
+        """The items' boxes; `chunks.entry` is a row of `entries`."""
+        self.nbytes = nbytes
+        self.storage_data: Mapping[str, str] = storage_data or {}
+        """What the coordinator's storage writer tells this rank's; planners pass it on untouched."""
+
+    @classmethod
+    def build(cls, entries: Sequence[Entry], items: Sequence[WriteItem]) -> SavePlan:
+        """A plan of these items; each item's (fqn, owner) must be among `entries`."""
+        row = {(entry.fqn, entry.owner): i for i, entry in enumerate(entries)}
+        return cls(
+            EntryTable.from_entries(entries),
+            ChunkTable.from_boxes(
+                [row[item.index.fqn, item.index.owner] for item in items],
+                [(item.index.offsets, item.index.sizes) for item in items],
+            ),
+            np.array([item.nbytes for item in items], dtype=np.int64),
+        )
+
+    @property
+    def items(self) -> Sequence[WriteItem]:
+        """The items in order, each made when it is looked at."""
+        return _LazyItems(self)
+
+    def item(self, row: int) -> WriteItem:
+        """Item number `row`."""
+        entry = int(self.chunks.entry[row])
+        owner = int(self.entries.owners[entry])
+        offsets, sizes = self.chunks.box(row)
+        index = MetadataIndex(self._fqns[entry], offsets, sizes, None if owner < 0 else owner)
+        return WriteItem(index, EntryKind(int(self.entries.kinds[entry])), int(self.nbytes[row]))
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def select(self, rows: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> SavePlan:
+        """The same names, these items only."""
+        return SavePlan(self.entries, self.chunks.take(rows), self.nbytes[rows], self.storage_data)
+
+    def with_storage_data(self, storage_data: Mapping[str, str]) -> SavePlan:
+        """The same plan, carrying `storage_data`."""
+        return SavePlan(self.entries, self.chunks, self.nbytes, storage_data)
+
+    def to_bytes(self) -> bytes:
+        """For the exchange between ranks: columns, no pickle."""
+        columns = {**self.entries.to_columns(), **self.chunks.to_columns(), "item.nbytes": self.nbytes}
+        return pack_columns(columns, self.storage_data)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> SavePlan:
+        columns, storage_data = unpack_columns(data, where="a save plan")
+        return cls(
+            EntryTable.from_columns(columns),
+            ChunkTable.from_columns(columns),
+            column(columns, "item.nbytes", np.int64),
+            storage_data,
+        )
+
+    @cached_property
+    def _fqns(self) -> list[str]:
+        return list(self.entries.fqns)
+
+
+class _LazyItems(Sequence[WriteItem]):
+    __slots__ = ("_plan",)
+
+    def __init__(self, plan: SavePlan) -> None:
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @overload
+    def __getitem__(self, row: int) -> WriteItem: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[WriteItem]: ...
+    def __getitem__(self, row: int | slice) -> WriteItem | Sequence[WriteItem]:
+        rows = range(len(self))[row]
+        return self._plan.item(rows) if isinstance(rows, int) else [self._plan.item(i) for i in rows]
+
+    def __iter__(self) -> Iterator[WriteItem]:
+        return map(self._plan.item, range(len(self)))
+
+
+class LoadPlan:
+    """What one rank reads."""
+
+    def __init__(self, items: Sequence[ReadItem], storage_data: Mapping[str, str] | None = None) -> None:
+        self.items: tuple[ReadItem, ...] = tuple(items)
+        self.storage_data: Mapping[str, str] = storage_data or {}
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def with_items(self, items: Sequence[ReadItem]) -> LoadPlan:
+        """Other items, the same storage data."""
+        return LoadPlan(items, self.storage_data)
+
+    def to_bytes(self) -> bytes:
+        """For the exchange between ranks: columns, no pickle."""
+        items = self.items
+        dest = ChunkTable.from_boxes(range(len(items)), [(i.dest_index.offsets, i.dest_index.sizes) for i in items])
+        part = ChunkTable.from_boxes(range(len(items)), [(i.dest_offsets, i.lengths) for i in items])
+        columns: dict[str, np.ndarray[Any, np.dtype[Any]]] = {
+            **dest.to_columns("dest."),
+            **part.to_columns("part."),
+            "storage.row": np.array([i.storage_row for i in items], dtype=np.int64),
+            "storage.offsets": np.array([x for i in items for x in i.storage_offsets], dtype=np.int64),
+            "owner": np.array(
+                [-1 if i.dest_index.owner is None else i.dest_index.owner for i in items], dtype=np.int64
+            ),
+            "source": np.array([-1 if i.source is None else i.source for i in items], dtype=np.int64),
+            "kind": np.array([i.kind for i in items], dtype=np.uint8),
+        }
+        strings_to(columns, "fqn", StringColumn.from_strings([i.dest_index.fqn for i in items]))
+        return pack_columns(columns, self.storage_data)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> LoadPlan:
+        columns, storage_data = unpack_columns(data, where="a load plan")
+        dest, part = ChunkTable.from_columns(columns, "dest."), ChunkTable.from_columns(columns, "part.")
+        begins = ChunkTable(part.entry, part.ends, column(columns, "storage.offsets", np.int64), part.sizes)
+        items = []
+        rows = zip(
+            strings_from(columns, "fqn"),
+            column(columns, "storage.row", np.int64).tolist(),
+            column(columns, "owner", np.int64).tolist(),
+            column(columns, "source", np.int64).tolist(),
+            column(columns, "kind", np.uint8).tolist(),
+            strict=True,
+        )
+        for i, (fqn, storage_row, owner, source, kind) in enumerate(rows):
+            index = MetadataIndex(fqn, *dest.box(i), None if owner < 0 else owner)
+            dest_offsets, lengths = part.box(i)
+            items.append(
+                ReadItem(
+                    index,
+                    storage_row,
+                    dest_offsets,
+                    begins.box(i)[0],
+                    lengths,
+                    EntryKind(kind),
+                    None if source < 0 else source,
+                )
+            )
+        return cls(items, storage_data)
+
+
+class SavePlanner(ABC):
+    """Decides what each rank stores. One save calls, in this order:
+
+    1. `configure_planner`  every rank
+    2. `build_local_plan`   every rank; raises before anything is written where the state cannot be stored
+    3. `build_global_plan`  the coordinator, once, over all ranks' local plans (skipped on the other ranks; without
+                            collectives every rank calls it on its own plan alone)
+    4. `finalize_plan`      every rank, with its part of the global plan
+    5. `get_tensor` / `get_bytes`  every rank, once or more for each item of its final plan, from one thread
+
+    An exception in any step on any rank makes every rank raise, and nothing is published.
+    """
+
+    @abstractmethod
+    def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
+        """Take the state to save. A planner may be used for many saves; this starts a new one."""
+
+    @abstractmethod
+    def build_local_plan(self) -> SavePlan:
+        """Everything this rank holds, as if it were to write all of it."""
+
+    @abstractmethod
+    def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Who writes what, rank by rank, and the metadata of it all (storage still empty)."""
+
+    @abstractmethod
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        """Take this rank's part; the returned plan is what is written."""
+
+    @abstractmethod
+    def get_tensor(self, item: WriteItem) -> torch.Tensor:
+        """The memory of a TENSOR item, shaped `item.index.sizes`: any device, any strides; never a copy of a whole."""
+
+    @abstractmethod
+    def get_bytes(self, item: WriteItem) -> bytes:
+        """The encoding of an OBJECT item, `item.nbytes` long."""
+
+
+class LoadPlanner(ABC):
+    """Decides what each rank reads and where it goes. One load calls, in this order:
+
+    1. `configure_planner`  every rank, with the checkpoint's metadata
+    2. `build_local_plan`   every rank; raises before any target is changed where wanted and stored do not fit
+    3. `build_global_plan`  the coordinator, once, over all ranks' local plans (without collectives: on its own)
+    4. `finalize_plan`      every rank, with its part
+    5. `apply_bytes`        every rank, for each OBJECT item
+    6. `acquire_tensor`, then `apply_tensor`  every rank, for each TENSOR item
+    7. `finish_load`        every rank, once all ranks have read everything
+
+    An exception in any step on any rank makes every rank raise. Where the checkpoint turns out to have been replaced
+    before anything was read (5), the load starts again from 1, once.
+    """
+
+    @abstractmethod
+    def configure_planner(self, state_dict: Mapping[Any, Any], metadata: Metadata, context: PlannerContext) -> None:
+        """Take the targets and what the checkpoint holds."""
+
+    @abstractmethod
+    def build_local_plan(self) -> LoadPlan:
+        """What this rank needs, each item from one stored chunk."""
+
+    @abstractmethod
+    def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+        """Every rank's part, in order of rank."""
+
+    @abstractmethod
+    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Take this rank's part; the returned plan is what is read."""
+
+    @abstractmethod
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        """The target's own memory for this item, shaped `item.lengths`: any device, strides or dtype."""
+
+    @abstractmethod
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """`tensor`, as `acquire_tensor` gave it, now holds the stored values."""
+
+    @abstractmethod
+    def apply_bytes(self, item: ReadItem, data: bytes) -> None:
+        """The encoding of an object; decode and keep it, put it into the state dict in `finish_load`."""
+
+    @abstractmethod
+    def finish_load(self) -> None:
+        """Put Python values back into the state dict and call `load_state_dict` where the state has one."""

@@ -1,0 +1,526 @@
+"""The planners that `save` and `load` use unless they are given others."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from hpdcp import device, objects
+from hpdcp.errors import (
+    CoverageError,
+    DtypeMismatchError,
+    InvalidArgumentError,
+    LoadMismatchError,
+    MissingKeysError,
+    ShapeMismatchError,
+    UnsupportedTypeError,
+    WorldSizeError,
+)
+from hpdcp.geometry import Box, BoxIndex, intersect, missing, relative
+from hpdcp.metadata import Metadata, MetadataIndex
+from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, ReadItem, SavePlan, SavePlanner, WriteItem
+from hpdcp.replicas import drop_duplicates
+from hpdcp.sharding import LocalChunk, LocalShards, local_shards, tie_key
+from hpdcp.tables import Entry, EntryKind
+from hpdcp.timing import log_message
+from hpdcp.paths import Path, build_tree, decode_path, encode_path
+from hpdcp.tree import Leaf, StateTree, pick, walk
+
+_MOST_NAMED: Final = 50
+"""Names that one error spells out."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's own name, without the module.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+class StandardSavePlanner(SavePlanner):
+    """Stores everything in the state dict, each box once.
+
+    Args:
+        enable_plan_caching: whether a later save of the same structure may skip planning.
+        remove_redundancy: whether a box that several ranks hold is written by one of them only. Without collectives
+            each rank writes what it holds.
+        save_to_minimum_rank: give such a box to the lowest rank, rather than to the one with the least to write.
+    """
+
+    def __init__(
+        self, *, enable_plan_caching: bool = True, remove_redundancy: bool = True, save_to_minimum_rank: bool = False
+    ) -> None:
+        self._enable_plan_caching = enable_plan_caching
+        self._remove_redundancy = remove_redundancy
+        self._save_to_minimum_rank = save_to_minimum_rank
+
+    def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
+        self._context = context
+        self._leaves = walk(state_dict, rank=context.rank)
+        self._shards: dict[tuple[str, int | None], LocalShards] = {}
+        self._objects: dict[tuple[str, int | None], bytes] = {}
+        self._chunk_of: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
+
+    def build_local_plan(self) -> SavePlan:
+        targets = _tied_names(self._leaves)
+        entries: list[Entry] = []
+        items: list[WriteItem] = []
+        for leaf in self._leaves:
+            path = encode_path(leaf.path)
+            if isinstance(leaf.value, torch.Tensor):
+                shards = local_shards(leaf.value, key=leaf.fqn)
+                self._shards[leaf.fqn, leaf.owner] = shards
+                target = targets.get(leaf.fqn, "")
+                kind = EntryKind.ALIAS if target else EntryKind.TENSOR
+                dtype = dtype_name(shards.dtype)
+                entries.append(Entry(leaf.fqn, path, kind, dtype, shards.global_shape, leaf.owner, target))
+                items += self._tensor_items(leaf, shards, written=not target)
+            else:
+                data = objects.encode(leaf.value, key=leaf.fqn).data
+                self._objects[leaf.fqn, leaf.owner] = data
+                entries.append(Entry(leaf.fqn, path, EntryKind.OBJECT, owner=leaf.owner))
+                items.append(WriteItem(MetadataIndex(leaf.fqn, owner=leaf.owner), EntryKind.OBJECT, len(data)))
+        return SavePlan.build(entries, items)
+
+    def _tensor_items(self, leaf: Leaf, shards: LocalShards, *, written: bool) -> list[WriteItem]:
+        items = []
+        for chunk in shards.chunks:
+            index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
+            self._chunk_of[index] = (shards, chunk)
+            items.append(WriteItem(index, EntryKind.TENSOR, chunk.box.volume * shards.dtype.itemsize))
+        return items if written else []
+
+    def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return drop_duplicates(
+            plans,
+            remove_redundancy=self._remove_redundancy,
+            to_minimum_rank=self._save_to_minimum_rank,
+            whole=self._context.collective or self._context.world_size == 1,
+        )
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def get_tensor(self, item: WriteItem) -> torch.Tensor:
+        found = self._chunk_of.get(item.index)
+        if found is not None:
+            shards, chunk = found
+            return shards.view(chunk)
+        shards = self._shards[item.index.fqn, item.index.owner]
+        wanted = Box(item.index.offsets, item.index.sizes)
+        for chunk in shards.chunks:
+            if intersect(wanted, chunk.box) == wanted:
+                return _narrowed(shards.view(chunk), relative(wanted, chunk.box))
+        raise InvalidArgumentError(f"the plan has an item that this rank does not hold: {item.index}.")
+
+    def get_bytes(self, item: WriteItem) -> bytes:
+        return self._objects[item.index.fqn, item.index.owner]
+
+
+@dataclass(slots=True)
+class _Problems:
+    """What does not fit, gathered over the whole state dict before anything is said."""
+
+    missing: list[str]
+    shapes: list[str]
+    holes: list[str]
+    dtypes: list[str]
+    worlds: list[str]
+    refused: list[str]
+
+    @classmethod
+    def none(cls) -> _Problems:
+        return cls([], [], [], [], [], [])
+
+    def raise_if_any(self) -> None:
+        """One error with everything; of the closest class when there is only one kind of problem."""
+        kinds: list[tuple[type[LoadMismatchError | UnsupportedTypeError], str, list[str], str]] = [
+            (MissingKeysError, "are not in the checkpoint", self.missing, "Correct their names, or load what is there "
+             "with StandardLoadPlanner(allow_partial_load=True)."),
+            (ShapeMismatchError, "are stored as something else", self.shapes, "Build the model as it was when it was saved."),
+            (CoverageError, "are not stored in full", self.holes, "Load an earlier checkpoint."),
+            (DtypeMismatchError, "have another dtype", self.dtypes, "Allow it with StandardLoadPlanner(allow_dtype_cast=True)."),
+            (WorldSizeError, "belong to another number of ranks", self.worlds, "Mark the target as PerRank.all(...) to be "
+             "handed every rank's value."),
+            (UnsupportedTypeError, "cannot be loaded into", self.refused, "Materialise or copy these targets first."),
+        ]  # fmt: skip
+        found = [
+            (kind, f"{len(lines)} keys {what}: {_list(lines)}. {advice}")
+            for kind, what, lines, advice in kinds
+            if lines
+        ]
+        if not found:
+            return
+        text = "; ".join(message for _, message in found)
+        raise (found[0][0] if len(found) == 1 else LoadMismatchError)(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _ObjectTarget:
+    """Where a stored Python value goes."""
+
+    path: Path
+    subpath: tuple[Any, ...]
+    """What of the stored value is wanted; empty: all of it."""
+
+
+class StandardLoadPlanner(LoadPlanner):
+    """Fills every target of the state dict from whatever stored boxes overlap it.
+
+    Args:
+        allow_partial_load: load what is there; what is not, stays as it is, is logged, and is listed in `not_loaded`.
+        allow_dtype_cast: cast where stored and target dtype differ, as `Tensor.copy_` does, with one warning.
+    """
+
+    def __init__(self, *, allow_partial_load: bool = False, allow_dtype_cast: bool = True) -> None:
+        self._allow_partial_load = allow_partial_load
+        self._allow_dtype_cast = allow_dtype_cast
+        self.not_loaded: tuple[str, ...] = ()
+        """After a partial load: each key that was wanted and is not stored, or only in part."""
+
+    def configure_planner(self, state_dict: Mapping[Any, Any], metadata: Metadata, context: PlannerContext) -> None:
+        self._metadata = metadata
+        self._context = context
+        self._tree = StateTree(state_dict, rank=context.rank)
+        self._stored = _Stored(metadata)
+        self._problems = _Problems.none()
+        self._items: list[ReadItem] = []
+        self._targets: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
+        self._objects: dict[MetadataIndex, list[_ObjectTarget]] = {}
+        self._values: list[tuple[_ObjectTarget, Any]] = []
+        self._gathers: list[_Gather] = []
+        self._casts: list[str] = []
+        self.not_loaded = ()
+
+    def build_local_plan(self) -> LoadPlan:
+        filled: set[Any] = set()
+        for leaf in self._tree.every_rank:
+            self._plan_gather(leaf)
+        gathered = [leaf.path for leaf in self._tree.every_rank]
+        for leaf in self._tree.leaves:
+            if leaf.owner is None or not any(leaf.path[: len(path)] == tuple(path) for path in gathered):
+                self._plan_leaf(leaf, filled)
+        if self._allow_partial_load:
+            self.not_loaded = tuple(self._problems.missing + self._problems.holes)
+            self._problems.missing, self._problems.holes = [], []
+        self._problems.raise_if_any()
+        if self.not_loaded:
+            log_message(
+                logging.WARNING, f"partial load: {len(self.not_loaded)} keys stay as they are: {_list(self.not_loaded)}"
+            )
+        if self._casts:
+            warnings.warn(
+                f"{len(self._casts)} tensors are cast to the dtype of their target: {_list(self._casts)}.", stacklevel=2
+            )
+        return LoadPlan(self._items)
+
+    def _plan_leaf(self, leaf: Leaf, filled: set[Any]) -> None:
+        if leaf.owner is not None and self._metadata.world_size != self._context.world_size:
+            self._problems.worlds.append(
+                f"{leaf.fqn!r} (stored by {self._metadata.world_size} ranks, wanted by {self._context.world_size})"
+            )
+        elif isinstance(leaf.value, torch.Tensor):
+            self._plan_tensor(leaf, leaf.value, filled)
+        else:
+            self._plan_object(leaf)
+
+    def _plan_tensor(self, leaf: Leaf, target: torch.Tensor, filled: set[Any]) -> None:
+        try:
+            shards = local_shards(target, key=leaf.fqn)
+            for tensor in shards.tensors:
+                _check_fillable(tensor, leaf.fqn)
+        except UnsupportedTypeError as error:
+            self._problems.refused.append(str(error))
+            return
+        row = self._stored.find(leaf.fqn, leaf.owner)
+        if row is None:
+            self._problems.missing.append(self._stored.hint(leaf.fqn))
+            return
+        if self._metadata.entries.kinds[row] == EntryKind.OBJECT:
+            self._problems.shapes.append(f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
+            return
+        shape = self._metadata.entries.shape(row)
+        if shape != shards.global_shape:
+            self._problems.shapes.append(f"{leaf.fqn!r} (stored {list(shape)}, wanted {list(shards.global_shape)})")
+            return
+        if not self._check_dtype(leaf.fqn, self._metadata.entries.dtype(row), shards.dtype):
+            return
+        tie = tie_key(target)
+        if tie is not None:
+            # Tied targets share memory: filling it once from the same stored tensor is enough.
+            if (tie, self._metadata.resolve(row)) in filled:
+                return
+            filled.add((tie, self._metadata.resolve(row)))
+        for chunk in shards.chunks:
+            index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
+            self._targets[index] = (shards, chunk)
+            pieces = list(self._stored.pieces(row, chunk.box))
+            self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
+            hole = missing(chunk.box, [part for _, _, part in pieces])
+            if hole is not None:
+                stop = tuple(a + b for a, b in zip(hole.offsets, hole.sizes, strict=True))
+                self._problems.holes.append(f"{leaf.fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})")
+                break
+
+    def _check_dtype(self, fqn: str, stored: str, wanted: torch.dtype) -> bool:
+        if stored == dtype_name(wanted):
+            return True
+        found = getattr(torch, stored, None)
+        described = f"{fqn!r} (stored {stored}, wanted {dtype_name(wanted)})"
+        if not self._allow_dtype_cast or not isinstance(found, torch.dtype) or not _castable(found, wanted):
+            self._problems.dtypes.append(described)
+            return False
+        self._casts.append(described)
+        return True
+
+    def _plan_object(self, leaf: Leaf) -> None:
+        row = self._stored.find(leaf.fqn, leaf.owner)
+        if row is not None:
+            if self._metadata.entries.kinds[row] != EntryKind.OBJECT:
+                self._problems.shapes.append(f"{leaf.fqn!r} (stored as a tensor, wanted as a Python value)")
+                return
+            self._want_object(row, leaf, leaf.path, ())
+            return
+        children = self._tree.children(leaf)
+        below = self._stored.below(leaf.fqn)
+        if children and below:
+            # Stored in pieces, since it held tensors then; this target has none.
+            for child in children:
+                self._plan_object(child)
+        elif below:
+            self._problems.missing.append(
+                f"{leaf.fqn!r} (stored with tensors in it, such as {below[0]!r}, but the target has no place for them; "
+                "for an optimizer call hpdcp.allocate_optimizer_state first)"
+            )
+        else:
+            self._plan_part_of_object(leaf)
+
+    def _plan_part_of_object(self, leaf: Leaf) -> None:
+        """The wanted value may be stored inside a larger one, that had no tensor beside it when it was saved."""
+        for depth in range(len(leaf.path) - 1, 0, -1):
+            fqn = ".".join(map(str, leaf.path[:depth]))
+            row = self._stored.find(fqn, leaf.owner)
+            if row is not None and self._metadata.entries.kinds[row] == EntryKind.OBJECT:
+                self._want_object(row, leaf, leaf.path, tuple(leaf.path[depth:]))
+                return
+        self._problems.missing.append(self._stored.hint(leaf.fqn))
+
+    def _want_object(self, row: int, leaf: Leaf, path: Path, subpath: tuple[Any, ...]) -> None:
+        entry = self._metadata.entries[row]
+        index = MetadataIndex(entry.fqn, owner=entry.owner)
+        if index not in self._objects:
+            self._items.append(ReadItem(index, self._metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT))
+        self._objects.setdefault(index, []).append(_ObjectTarget(path, subpath))
+
+    def _plan_gather(self, leaf: Leaf) -> None:
+        """`PerRank.all`: every saved rank's value, rebuilt from scratch on the host."""
+        gather = _Gather(leaf.path, [[] for _ in range(self._metadata.world_size)])
+        for row in self._stored.owned_at_or_below(leaf.path):
+            entry = self._metadata.entries[row]
+            assert entry.owner is not None
+            path = decode_path(entry.path)
+            if self._metadata.entries.kinds[self._metadata.resolve(row)] == EntryKind.OBJECT:
+                index = MetadataIndex(entry.fqn, owner=entry.owner)
+                self._items.append(ReadItem(index, self._metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT))
+                gather.objects[index] = path
+                self._objects.setdefault(index, [])
+            else:
+                tensor = device.empty_on_host(entry.shape, getattr(torch, entry.dtype))
+                gather.parts[entry.owner].append((path, tensor))
+                shards = local_shards(tensor, key=entry.fqn)
+                for chunk in shards.chunks:
+                    index = MetadataIndex(entry.fqn, chunk.box.offsets, chunk.box.sizes, entry.owner)
+                    self._targets[index] = (shards, chunk)
+                    pieces = self._stored.pieces(row, chunk.box)
+                    self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
+        if not gather.objects and not any(gather.parts):
+            self._problems.missing.append(self._stored.hint(leaf.fqn))
+        self._gathers.append(gather)
+
+    def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+        return list(plans)
+
+    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        shards, chunk = self._targets[item.dest_index]
+        return _narrowed(shards.view(chunk), Box(item.dest_offsets, item.lengths))
+
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        return
+
+    def apply_bytes(self, item: ReadItem, data: bytes) -> None:
+        index = item.dest_index
+        for gather in self._gathers:
+            if index in gather.objects:
+                assert index.owner is not None
+                value = self._decode(index, data)
+                gather.parts[index.owner].append((gather.objects[index], value))
+        for target in self._objects[index]:
+            # Decoded once for each target, so that no two places share one mutable value.
+            value = self._decode(index, data)
+            try:
+                self._values.append((target, pick(value, target.subpath)))
+            except MissingKeysError as error:
+                if not self._allow_partial_load:
+                    raise MissingKeysError(f"{index.fqn!r}: {error}") from error
+                self.not_loaded += (".".join(map(str, target.path)),)
+
+    def _decode(self, index: MetadataIndex, data: bytes) -> Any:
+        return objects.decode(data, key=index.fqn, allow_pickle=self._context.allow_pickle)
+
+    def finish_load(self) -> None:
+        for target, value in self._values:
+            self._tree.assign(target.path, value)
+        for gather in self._gathers:
+            self._tree.assign(gather.path, gather.values())
+        self._tree.finish()
+
+
+class _Gather:
+    """Every rank's value under one `PerRank.all`."""
+
+    def __init__(self, path: Path, parts: list[list[tuple[Path, Any]]]) -> None:
+        self.path = path
+        self.parts = parts
+        self.objects: dict[MetadataIndex, Path] = {}
+
+    def values(self) -> list[Any]:
+        """One value for each rank that saved; None for one that stored nothing here."""
+        return [self._value(part) for part in self.parts]
+
+    def _value(self, part: list[tuple[Path, Any]]) -> Any:
+        if not part:
+            return None
+        tree: Any = build_tree(sorted(part, key=lambda pair: len(pair[0])))
+        return pick(tree, tuple(self.path))
+
+
+class _Stored:
+    """What the checkpoint holds, as a load looks things up in it."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._indexes: dict[int, tuple[BoxIndex, dict[Box, int], np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
+        self._names: list[str] | None = None
+
+    def find(self, fqn: str, owner: int | None) -> int | None:
+        """Row of the entry; state that every rank keeps for itself is found by its owner only."""
+        return self._metadata.find(fqn, owner)
+
+    def pieces(self, row: int, want: Box) -> Iterator[tuple[int, Box, Box]]:
+        """(row of a stored chunk, its box, what of `want` it covers), each part of `want` once where that is easy to tell."""
+        rows = self._metadata.chunk_rows(row)
+        if len(rows) == 1:
+            have = Box(*self._metadata.chunks.box(rows[0]))
+            part = intersect(want, have)
+            if part is not None:
+                yield rows[0], have, part
+            return
+        index, exact, offsets, sizes = self._index(self._metadata.resolve(row), rows)
+        if want in exact:
+            yield exact[want], want, want
+            return
+        seen: set[Box] = set()
+        for found in index.overlapping(want).tolist():
+            have = Box(tuple(offsets[found].tolist()), tuple(sizes[found].tolist()))
+            part = intersect(want, have)
+            if part is None or have in seen:
+                continue
+            seen.add(have)
+            yield exact[have], have, part
+
+    def _index(
+        self, row: int, rows: range
+    ) -> tuple[BoxIndex, dict[Box, int], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        if row not in self._indexes:
+            chunks = self._metadata.chunks
+            ndim = len(self._metadata.entries.shape(row))
+            first, last = (
+                (int(chunks.ends[rows[0] - 1]) if len(rows) and rows[0] else 0),
+                (int(chunks.ends[rows[-1]]) if len(rows) else 0),
+            )
+            offsets = chunks.offsets[first:last].reshape(len(rows), ndim)
+            sizes = chunks.sizes[first:last].reshape(len(rows), ndim)
+            exact: dict[Box, int] = {}
+            for number, (a, b) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
+                exact.setdefault(Box(tuple(a), tuple(b)), rows[number])
+            self._indexes[row] = (BoxIndex(offsets, sizes), exact, offsets, sizes)
+        return self._indexes[row]
+
+    def below(self, fqn: str) -> list[str]:
+        """A few stored names inside `fqn`."""
+        prefix = f"{fqn}."
+        return list(itertools.islice((name for name in self._all_names() if name.startswith(prefix)), 3))
+
+    def owned_at_or_below(self, path: Path) -> list[int]:
+        """Rows of state that ranks keep for themselves, at `path` or inside it."""
+        entries = self._metadata.entries
+        owned = np.flatnonzero(entries.owners >= 0).tolist()
+        return [row for row in owned if decode_path(entries.paths[row])[: len(path)] == tuple(path)]
+
+    def hint(self, fqn: str) -> str:
+        """The name, with those stored that look most like it."""
+        names = self._all_names()
+        tail = fqn.rpartition(".")[2]
+        pool = [name for name in names if name.endswith(tail)] or names
+        near = difflib.get_close_matches(fqn, pool[:2000], n=2, cutoff=0.6)
+        return f"{fqn!r}" + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
+
+    def _all_names(self) -> list[str]:
+        if self._names is None:
+            self._names = list(self._metadata.state_dict_metadata)
+        return self._names
+
+
+def _tied_names(leaves: Sequence[Leaf]) -> dict[str, str]:
+    """fqn → the name it is tied to, for tensors that are the same memory; that name is the first in order."""
+    groups: dict[Any, list[str]] = {}
+    for leaf in leaves:
+        if leaf.owner is None and isinstance(leaf.value, torch.Tensor):
+            tie = tie_key(leaf.value)
+            if tie is not None:
+                groups.setdefault(tie, []).append(leaf.fqn)
+    return {name: min(names) for names in groups.values() if len(names) > 1 for name in names if name != min(names)}
+
+
+def _read_item(index: MetadataIndex, dest: Box, storage_row: int, have: Box, part: Box) -> ReadItem:
+    return ReadItem(
+        index, storage_row, relative(part, dest).offsets, relative(part, have).offsets, part.sizes, EntryKind.TENSOR
+    )
+
+
+def _narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, start, size)
+    return tensor
+
+
+def _check_fillable(tensor: torch.Tensor, fqn: str) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UnsupportedTypeError(f"{fqn!r} is an expanded tensor, several elements of which share memory")
+
+
+def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=wanted).copy_(torch.zeros(1, dtype=stored))
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _list(parts: Sequence[str]) -> str:
+    more = f", and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
+    return ", ".join(parts[:_MOST_NAMED]) + more
