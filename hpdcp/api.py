@@ -41,7 +41,7 @@ def save(
         planner: in place of `StandardSavePlanner()`.
         no_dist: save this process's state alone, as rank 0 of 1, and publish `0.metadata`.
         use_collectives: False: each rank saves what it holds and publishes `{rank}.metadata`, waiting for nobody. All
-            ranks must pass the same value: a rank that alone passes False cannot be detected and leaves the rest waiting.
+            ranks must pass the same value: one that alone passes False cannot be detected and leaves the rest waiting.
 
     Returns:
         What was saved, on every rank; without collectives, what this rank saved.
@@ -49,7 +49,7 @@ def save(
     Raises:
         InvalidArgumentError: neither `checkpoint_id` nor `storage_writer` is given.
         StateDictError: something cannot be stored so that it comes back exactly; names the key.
-        CheckpointError, StorageError, RankFailedError: on every rank, naming the rank and its cause; nothing was published.
+        CheckpointError, StorageError, RankFailedError: on every rank, naming rank and cause; nothing was published.
     """
     writer = _writer(checkpoint_id, storage_writer)
     exchange = open_exchange(no_dist=no_dist, use_collectives=use_collectives)
@@ -94,8 +94,8 @@ def load(
 
     Raises:
         InvalidArgumentError: contradicting arguments; neither `checkpoint_id` nor `storage_reader`.
-        LoadMismatchError: keys, shapes or dtypes that do not fit, or parts that are not stored; all of them are listed, and
-            no tensor was changed.
+        LoadMismatchError: keys, shapes or dtypes that do not fit, or parts that are not stored; all are listed,
+            and no tensor was changed.
         CheckpointError, StorageError, RankFailedError: on every rank; targets may be changed in part.
     """
     _check_broadcast(broadcast_replicated_tensors, broadcast_groups, broadcast_batch_bytes, use_collectives, no_dist)
@@ -135,7 +135,7 @@ def _check_broadcast(
     use_collectives: bool,
     no_dist: bool,
 ) -> None:
-    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 0:
+    if type(batch_bytes) is not int or batch_bytes < 0:
         raise InvalidArgumentError(
             f"broadcast_batch_bytes is {batch_bytes!r}; expected a number of bytes, 0 for no batches."
         )

@@ -43,7 +43,7 @@ _SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
     }.items()
     if (found := getattr(torch, torch_name, None)) is not None
 }  # fmt: skip
-"""What safetensors can name and torch shapes the same way; every other dtype is stored as U8, one more dimension deep."""
+"""What safetensors can name and torch shapes the same way; all others are stored as U8, one dimension deeper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +104,15 @@ class SafetensorsLayout(Layout):
             size = backend.size(key)
             if size != expected:
                 raise CorruptCheckpointError(
-                    f"{key!r} in {backend.url} is {size} bytes long, recorded were {expected}: it was truncated or replaced. "
-                    "Load another checkpoint."
+                    f"{key!r} in {backend.url} is {size} bytes long, recorded were {expected}: it was truncated or "
+                    "replaced. Load another checkpoint."
                 )
             head = bytearray(min(size, HEAD_BYTES))
             backend.read_ranges(key, [ByteRange(0, len(head))], [memoryview(head)])
             if crc32c.crc32c(head) != int(storage.file_marks[file]):
                 raise CorruptCheckpointError(
-                    f"{key!r} in {backend.url} does not begin as the file that was committed: it is damaged, or was swapped "
-                    "for another save's. Load another checkpoint."
+                    f"{key!r} in {backend.url} does not begin as the file that was committed: it is damaged, or was "
+                    "swapped for another save's. Load another checkpoint."
                 )
 
     def read(
@@ -251,7 +251,7 @@ def block_checksums(pieces: Iterator[memoryview]) -> list[int]:
 
 
 def byte_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order: its own memory where that will do, else copies of `PIECE_BYTES` at most."""
+    """The tensor's bytes in row-major order: its own memory where that will do, else small copies."""
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return

@@ -137,7 +137,7 @@ class ProcessGroupExchange(Exchange):
         return self._open(step, self._peer(step, lambda: self._broadcast(whole)))
 
     def _combine(self, answers: list[bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
-        """The coordinator's framed answers, one for each rank or one for all; every one a failure if any rank failed."""
+        """The coordinator's framed answers, one for each rank; every one a failure if any rank failed."""
         failed = [cause for answer in answers for cause in _failures(answer)]
         if not failed:
             try:
@@ -235,7 +235,7 @@ def _host_group() -> dist.ProcessGroup:
 
 
 def run_nonce() -> str:
-    """Equal on all ranks of this run, different in any other; agreed through the process group's store, no collective."""
+    """Equal on all ranks of this run, different in any other; agreed through the store, no collective."""
     named = os.environ.get("HPDCP_RUN_ID")
     if named:
         return f"{named}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -139,7 +139,7 @@ class Attempt:
         now = time.time()
         ours = set(metadata.files)
         waiting = {key: since for key, since in self.claim.replaced if key not in ours}
-        waiting |= {key: now for key in self.replaced_keys - ours}
+        waiting |= dict.fromkeys(self.replaced_keys - ours, now)
         due = [key for key, since in waiting.items() if now - since >= keep_replaced_for]
         self.backend.delete(due)
         kept = tuple((key, since) for key, since in waiting.items() if key not in set(due))
@@ -162,8 +162,8 @@ def publish_or_doubt(backend: Backend, key: str, data: bytes) -> None:
             if second is error:
                 raise
         raise CommitUncertainError(
-            f"{backend.url}: publishing {key} failed half-way ({error}). The new checkpoint may be in place but not safe "
-            "against a power failure; none of its files were removed. Save again once the storage is sound."
+            f"{backend.url}: publishing {key} failed half-way ({error}). The new checkpoint may be in place but "
+            "not safe against a power failure; none of its files were removed. Save again once the storage is sound."
         ) from error
 
 

@@ -155,7 +155,7 @@ class _SaveByRank(_Save):
         return {"attempt": self.facts["attempt"], "plain": "1" if self.backend.conditional_create else "0"}
 
     def _refuse_strangers(self, keys: Sequence[str], run: str) -> None:
-        """Another run's checkpoint is not ours to mix with, and without collectives nobody can say that it is done with."""
+        """Without collectives nobody can say that another run's checkpoint is done with, so it is not touched."""
         url = self.backend.url
         advice = "Save to an empty folder, or remove the old checkpoint first."
         if METADATA in keys:
@@ -171,8 +171,8 @@ class _SaveByRank(_Save):
             settings = Metadata.from_bytes(data, where=f"{url}/{key}").settings
             if settings.get("run") != run or settings.get("world_size") != str(world_size):
                 raise CheckpointExistsError(
-                    f"{url} holds {key}, which another run saved (run {settings.get('run')!r}, this is {run!r}). {advice} "
-                    "A restarted job that may overwrite its own sets HPDCP_RUN_ID."
+                    f"{url} holds {key}, which another run saved (run {settings.get('run')!r}, this is {run!r}). "
+                    f"{advice} A restarted job that may overwrite its own sets HPDCP_RUN_ID."
                 )
 
     def commit(self, metadata: Metadata) -> Metadata:
@@ -246,7 +246,8 @@ class FileSystemReader(StorageReader):
         data = [key for key in keys if key.startswith("_rank")]
         if data or CLAIM in keys:
             return IncompleteCheckpointError(
-                f"{url} has {len(data)} data files but no {METADATA}: the save did not finish. Load an earlier checkpoint."
+                f"{url} has {len(data)} data files but no {METADATA}: the save did not finish. "
+                "Load an earlier checkpoint."
             )
         return CheckpointNotFoundError(f"{url} holds no checkpoint: there is no {METADATA} in it. Is the path right?")
 
@@ -328,8 +329,8 @@ class _RankMetadataSet(RankMetadata):
                 f"rank {r}: run {f[0]}, save {f[1]}, {f[2]} ranks" for r, f in zip(ranks, facts, strict=True)
             )
             raise IncompleteCheckpointError(
-                f"{backend.url} holds rank metadata that is not one whole save ({listed[:600]}). A save did not finish, or "
-                "two were mixed; load an earlier checkpoint."
+                f"{backend.url} holds rank metadata that is not one whole save ({listed[:600]}). A save did not "
+                "finish, or two were mixed; load an earlier checkpoint."
             )
 
     def own(self, world_size: int) -> Metadata | None:

@@ -40,7 +40,7 @@ def load_state(
 
 
 def find_metadata(reader: StorageReader, exchange: Exchange) -> tuple[Metadata | None, RankMetadata | None]:
-    """What the checkpoint holds: the global metadata, or else the ranks' own. The coordinator looks, all take its answer."""
+    """The global metadata, or else the ranks' own. The coordinator looks once, and all take its answer."""
 
     def look() -> bytes:
         try:

@@ -17,13 +17,11 @@ import numpy.typing as npt
 from hpdcp.container import StringColumn, pack_columns, unpack_columns
 from hpdcp.errors import CorruptCheckpointError, UnsupportedFormatError
 from hpdcp.tables import (
+    I64,
     ChunkTable,
-    Entry,
     EntryKind,
     EntryTable,
-    I64,
     column,
-    ends_of,
     starts_of,
     strings_from,
     strings_to,
@@ -135,8 +133,8 @@ class PerRank:
     """Marks state that differs on every rank (RNG, data loader): stored once per rank, never deduplicated.
 
     `value` may be any tree of tensors and Python values. After `load` it holds this rank's stored value.
-    `PerRank.all(value)` asks `load` for every rank's: `value` becomes a list with one entry per saved rank, whatever the
-    number of ranks now.
+    `PerRank.all(value)` asks `load` for every rank's: `value` becomes a list with one entry per saved rank, whatever
+    the number of ranks now.
     """
 
     __slots__ = ("every_rank", "value")

@@ -90,6 +90,11 @@ def encode(value: object, *, key: str) -> EncodedObject:
         ) from error
 
 
+def is_pickled(data: bytes) -> bool:
+    """Whether `data`, as `encode` gave it, went through pickle: then equal values need not have equal bytes."""
+    return data[:1] == bytes([_PICKLE])
+
+
 def decode(data: bytes | bytearray | memoryview, *, key: str, allow_pickle: bool = False) -> Any:
     """The value that `encode` made `data` from. Arrays and tensors are fresh copies, tensors on the CPU.
 

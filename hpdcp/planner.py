@@ -18,11 +18,11 @@ import torch
 from hpdcp.container import StringColumn, pack_columns, unpack_columns
 from hpdcp.metadata import Metadata, MetadataIndex
 from hpdcp.tables import (
+    I64,
     ChunkTable,
     Entry,
     EntryKind,
     EntryTable,
-    I64,
     column,
     strings_from,
     strings_to,

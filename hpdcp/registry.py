@@ -26,12 +26,13 @@ def resolve_checkpoint_id(checkpoint_id: str | Path) -> str:
     Raises:
         InvalidArgumentError: it is empty, not text, or a URL that went through pathlib.
     """
-    if not isinstance(checkpoint_id, (str, os.PathLike)):
+    try:
+        text = os.fspath(checkpoint_id)
+    except TypeError:
         raise InvalidArgumentError(
             f"checkpoint_id is a {type(checkpoint_id).__name__}; expected a str (a path or a URL) or a pathlib.Path."
-        )
-    text = os.fspath(checkpoint_id)
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        ) from None
+    if type(text) is not str or not text.strip() or "\0" in text:
         raise InvalidArgumentError(f"checkpoint_id is {text!r}; expected a path or a URL.")
     scheme = _scheme(text)
     if isinstance(checkpoint_id, os.PathLike):
@@ -86,7 +87,7 @@ def _by_scheme(url: str) -> str:
     if scheme in _LOCAL_SCHEMES:
         return "local"
     raise NotSupportedError(
-        f"{url}: this hpdcp has no backend for {scheme}:// yet; it saves to and loads from local paths and file:// URLs. "
+        f"{url}: this hpdcp has no backend for {scheme}:// yet; it knows local paths and file:// URLs. "
         "A backend of another package is chosen by its name: hpdcp.config.using(backend=...)."
     )
 

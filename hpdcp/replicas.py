@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-
 import numpy as np
 import numpy.typing as npt
 
@@ -36,7 +35,6 @@ from hpdcp.tables import (
     take_runs,
     take_strings,
 )
-
 
 SMALL_REPLICA_BYTES = 1 << 20
 """Up to here a replica is compared when `check_replicas` is "small"."""
@@ -218,13 +216,12 @@ def _check_agreement(plans: Sequence[SavePlan], found: Sequence[I64], witness: S
             expected = facts[known]
             # A rank without any of a tensor's elements may not know its dtype (a wrapper of no shards says float32).
             if fact != expected and (holds[row] or fact[::2] != expected[::2]):
-                complaints.append(
-                    f"{plan.entries.fqns[row]!r} is {_describe(expected)} on rank {other} and {_describe(fact)} on rank {rank}"
-                )
+                name, theirs, mine_ = plan.entries.fqns[row], _describe(expected), _describe(fact)
+                complaints.append(f"{name!r} is {theirs} on rank {other} and {mine_} on rank {rank}")
     if complaints:
         raise StateDictError(
-            f"ranks disagree on {len(complaints)} keys: {_list(complaints)}. Give different things different keys, or mark "
-            "state that differs on every rank with PerRank."
+            f"ranks disagree on {len(complaints)} keys: {_list(complaints)}. Give different things "
+            "different keys, or mark state that differs on every rank with PerRank."
         )
 
 
@@ -276,7 +273,8 @@ def _check_holes(entries: EntryTable, chunks: ChunkTable) -> None:
             holes.append(f"{entries.fqns[row]!r} of shape {list(shape)} lacks {list(hole.offsets)} to {list(stop)}")
     if holes:
         raise StateDictError(
-            f"no rank holds all of {len(holes)} tensors: {_list(holes)}. Every rank of a tensor's mesh must save, with its shard."
+            f"no rank holds all of {len(holes)} tensors: {_list(holes)}. "
+            "Every rank of a tensor's mesh must save, with its shard."
         )
 
 
@@ -405,8 +403,9 @@ def check_replicas(metadata: Metadata, plans: Sequence[SavePlan], reports: Seque
     if wrong:
         named = [f"{fqn!r} (rank {', '.join(map(str, ranks[:4]))})" for fqn, ranks in wrong.items()]
         raise ReplicaMismatchError(
-            f"{len(wrong)} keys are not the same on all ranks: {_list(named)} differ from the rank that writes them. Mark state "
-            "that differs on every rank with PerRank, synchronise what should be equal, or set check_replicas=off."
+            f"{len(wrong)} keys are not the same on all ranks: {_list(named)} differ from the rank that writes them. "
+            "Mark state that differs on every rank with PerRank, synchronise what should be equal, or set "
+            "check_replicas=off."
         )
 
 

@@ -14,6 +14,7 @@ from hpdcp.config import ReplicaCheck
 from hpdcp.container import pack_columns, unpack_columns
 from hpdcp.errors import CommitUncertainError, PeerLostError
 from hpdcp.metadata import Metadata
+from hpdcp.objects import is_pickled
 from hpdcp.planner import PlannerContext, SavePlan, SavePlanner
 from hpdcp.replicas import ReplicaReport, check_replicas, rows_not_written
 from hpdcp.storage import StorageWriter, WriteResults, join_results
@@ -94,14 +95,20 @@ class _Save:
         return _join(results.to_bytes(), report.to_bytes())
 
     def _report_on_replicas(self, final: SavePlan) -> ReplicaReport:
-        rows = [] if isinstance(self._exchange, Alone) else rows_not_written(self._local_plan, final, self._check)
+        candidates = [] if isinstance(self._exchange, Alone) else rows_not_written(self._local_plan, final, self._check)
+        rows: list[int] = []
         checksums: list[Sequence[int]] = []
-        for row in rows:
+        for row in candidates:
             item = self._local_plan.item(row)
             if item.kind is EntryKind.OBJECT:
-                checksums.append(block_checksums(iter([memoryview(self._planner.get_bytes(item))])))
+                data = self._planner.get_bytes(item)
+                if is_pickled(data):
+                    continue
+                pieces = iter([memoryview(data)])
             else:
-                checksums.append(block_checksums(byte_pieces(self._planner.get_tensor(item))))
+                pieces = byte_pieces(self._planner.get_tensor(item))
+            rows.append(row)
+            checksums.append(block_checksums(pieces))
         return ReplicaReport.build(rows, checksums, [int(self._local_plan.nbytes[row]) for row in rows])
 
     def _commit(self, answers: list[bytes]) -> bytes:

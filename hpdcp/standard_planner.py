@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
 import numpy as np
@@ -26,12 +27,12 @@ from hpdcp.errors import (
 )
 from hpdcp.geometry import Box, BoxIndex, intersect, missing, relative
 from hpdcp.metadata import Metadata, MetadataIndex
+from hpdcp.paths import Path, build_tree, decode_path, encode_path
 from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, ReadItem, SavePlan, SavePlanner, WriteItem
 from hpdcp.replicas import drop_duplicates
 from hpdcp.sharding import LocalChunk, LocalShards, local_shards, tie_key
 from hpdcp.tables import Entry, EntryKind
 from hpdcp.timing import log_message
-from hpdcp.paths import Path, build_tree, decode_path, encode_path
 from hpdcp.tree import Leaf, StateTree, pick, walk
 
 _MOST_NAMED: Final = 50
@@ -127,42 +128,57 @@ class StandardSavePlanner(SavePlanner):
         return self._objects[item.index.fqn, item.index.owner]
 
 
-@dataclass(slots=True)
+class _Trouble(Enum):
+    """A way in which a wanted key and the checkpoint do not fit: its error, what to say, and what to do about it."""
+
+    MISSING = (
+        MissingKeysError,
+        "are not in the checkpoint",
+        "Correct their names, or load what is there with StandardLoadPlanner(allow_partial_load=True).",
+    )
+    SHAPE = (ShapeMismatchError, "are stored as something else", "Build the model as it was when it was saved.")
+    HOLE = (CoverageError, "are not stored in full", "Load an earlier checkpoint.")
+    DTYPE = (
+        DtypeMismatchError,
+        "cannot be cast",
+        "Use the stored dtype, or StandardLoadPlanner(allow_dtype_cast=True).",
+    )
+    WORLD = (
+        WorldSizeError,
+        "belong to another number of ranks",
+        "Mark the target as PerRank.all(...) to be handed every rank's value.",
+    )
+    REFUSED = (UnsupportedTypeError, "cannot be loaded into", "Materialise or copy these targets first.")
+
+    def __init__(self, error: type[LoadMismatchError | UnsupportedTypeError], what: str, advice: str) -> None:
+        self.error = error
+        self.what = what
+        self.advice = advice
+
+
 class _Problems:
     """What does not fit, gathered over the whole state dict before anything is said."""
 
-    missing: list[str]
-    shapes: list[str]
-    holes: list[str]
-    dtypes: list[str]
-    worlds: list[str]
-    refused: list[str]
+    def __init__(self) -> None:
+        self._found: dict[_Trouble, list[str]] = {trouble: [] for trouble in _Trouble}
 
-    @classmethod
-    def none(cls) -> _Problems:
-        return cls([], [], [], [], [], [])
+    def add(self, trouble: _Trouble, key: str) -> None:
+        self._found[trouble].append(key)
+
+    def forgive(self, *troubles: _Trouble) -> tuple[str, ...]:
+        """Forget these kinds, and say which keys they were about."""
+        keys = tuple(key for trouble in troubles for key in self._found[trouble])
+        self._found |= {trouble: [] for trouble in troubles}
+        return keys
 
     def raise_if_any(self) -> None:
         """One error with everything; of the closest class when there is only one kind of problem."""
-        kinds: list[tuple[type[LoadMismatchError | UnsupportedTypeError], str, list[str], str]] = [
-            (MissingKeysError, "are not in the checkpoint", self.missing, "Correct their names, or load what is there "
-             "with StandardLoadPlanner(allow_partial_load=True)."),
-            (ShapeMismatchError, "are stored as something else", self.shapes, "Build the model as it was when it was saved."),
-            (CoverageError, "are not stored in full", self.holes, "Load an earlier checkpoint."),
-            (DtypeMismatchError, "have another dtype", self.dtypes, "Allow it with StandardLoadPlanner(allow_dtype_cast=True)."),
-            (WorldSizeError, "belong to another number of ranks", self.worlds, "Mark the target as PerRank.all(...) to be "
-             "handed every rank's value."),
-            (UnsupportedTypeError, "cannot be loaded into", self.refused, "Materialise or copy these targets first."),
-        ]  # fmt: skip
-        found = [
-            (kind, f"{len(lines)} keys {what}: {_list(lines)}. {advice}")
-            for kind, what, lines, advice in kinds
-            if lines
-        ]
-        if not found:
-            return
-        text = "; ".join(message for _, message in found)
-        raise (found[0][0] if len(found) == 1 else LoadMismatchError)(text)
+        found = {trouble: keys for trouble, keys in self._found.items() if keys}
+        if found:
+            lines = [
+                f"{len(keys)} keys {trouble.what}: {_list(keys)}. {trouble.advice}" for trouble, keys in found.items()
+            ]
+            raise (next(iter(found)).error if len(found) == 1 else LoadMismatchError)("; ".join(lines))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +209,7 @@ class StandardLoadPlanner(LoadPlanner):
         self._context = context
         self._tree = StateTree(state_dict, rank=context.rank)
         self._stored = _Stored(metadata)
-        self._problems = _Problems.none()
+        self._problems = _Problems()
         self._items: list[ReadItem] = []
         self._targets: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
         self._objects: dict[MetadataIndex, list[_ObjectTarget]] = {}
@@ -211,8 +227,7 @@ class StandardLoadPlanner(LoadPlanner):
             if leaf.owner is None or not any(leaf.path[: len(path)] == tuple(path) for path in gathered):
                 self._plan_leaf(leaf, filled)
         if self._allow_partial_load:
-            self.not_loaded = tuple(self._problems.missing + self._problems.holes)
-            self._problems.missing, self._problems.holes = [], []
+            self.not_loaded = self._problems.forgive(_Trouble.MISSING, _Trouble.HOLE)
         self._problems.raise_if_any()
         if self.not_loaded:
             log_message(
@@ -226,8 +241,9 @@ class StandardLoadPlanner(LoadPlanner):
 
     def _plan_leaf(self, leaf: Leaf, filled: set[Any]) -> None:
         if leaf.owner is not None and self._metadata.world_size != self._context.world_size:
-            self._problems.worlds.append(
-                f"{leaf.fqn!r} (stored by {self._metadata.world_size} ranks, wanted by {self._context.world_size})"
+            self._problems.add(
+                _Trouble.WORLD,
+                f"{leaf.fqn!r} (stored by {self._metadata.world_size} ranks, wanted by {self._context.world_size})",
             )
         elif isinstance(leaf.value, torch.Tensor):
             self._plan_tensor(leaf, leaf.value, filled)
@@ -240,18 +256,20 @@ class StandardLoadPlanner(LoadPlanner):
             for tensor in shards.tensors:
                 _check_fillable(tensor, leaf.fqn)
         except UnsupportedTypeError as error:
-            self._problems.refused.append(str(error))
+            self._problems.add(_Trouble.REFUSED, str(error))
             return
         row = self._stored.find(leaf.fqn, leaf.owner)
         if row is None:
-            self._problems.missing.append(self._stored.hint(leaf.fqn))
+            self._problems.add(_Trouble.MISSING, self._stored.hint(leaf.fqn))
             return
         if self._metadata.entries.kinds[row] == EntryKind.OBJECT:
-            self._problems.shapes.append(f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
+            self._problems.add(_Trouble.SHAPE, f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
             return
         shape = self._metadata.entries.shape(row)
         if shape != shards.global_shape:
-            self._problems.shapes.append(f"{leaf.fqn!r} (stored {list(shape)}, wanted {list(shards.global_shape)})")
+            self._problems.add(
+                _Trouble.SHAPE, f"{leaf.fqn!r} (stored {list(shape)}, wanted {list(shards.global_shape)})"
+            )
             return
         if not self._check_dtype(leaf.fqn, self._metadata.entries.dtype(row), shards.dtype):
             return
@@ -269,7 +287,9 @@ class StandardLoadPlanner(LoadPlanner):
             hole = missing(chunk.box, [part for _, _, part in pieces])
             if hole is not None:
                 stop = tuple(a + b for a, b in zip(hole.offsets, hole.sizes, strict=True))
-                self._problems.holes.append(f"{leaf.fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})")
+                self._problems.add(
+                    _Trouble.HOLE, f"{leaf.fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})"
+                )
                 break
 
     def _check_dtype(self, fqn: str, stored: str, wanted: torch.dtype) -> bool:
@@ -278,7 +298,7 @@ class StandardLoadPlanner(LoadPlanner):
         found = getattr(torch, stored, None)
         described = f"{fqn!r} (stored {stored}, wanted {dtype_name(wanted)})"
         if not self._allow_dtype_cast or not isinstance(found, torch.dtype) or not _castable(found, wanted):
-            self._problems.dtypes.append(described)
+            self._problems.add(_Trouble.DTYPE, described)
             return False
         self._casts.append(described)
         return True
@@ -287,7 +307,7 @@ class StandardLoadPlanner(LoadPlanner):
         row = self._stored.find(leaf.fqn, leaf.owner)
         if row is not None:
             if self._metadata.entries.kinds[row] != EntryKind.OBJECT:
-                self._problems.shapes.append(f"{leaf.fqn!r} (stored as a tensor, wanted as a Python value)")
+                self._problems.add(_Trouble.SHAPE, f"{leaf.fqn!r} (stored as a tensor, wanted as a Python value)")
                 return
             self._want_object(row, leaf, leaf.path, ())
             return
@@ -298,9 +318,10 @@ class StandardLoadPlanner(LoadPlanner):
             for child in children:
                 self._plan_object(child)
         elif below:
-            self._problems.missing.append(
+            self._problems.add(
+                _Trouble.MISSING,
                 f"{leaf.fqn!r} (stored with tensors in it, such as {below[0]!r}, but the target has no place for them; "
-                "for an optimizer call hpdcp.allocate_optimizer_state first)"
+                "for an optimizer call hpdcp.allocate_optimizer_state first)",
             )
         else:
             self._plan_part_of_object(leaf)
@@ -313,7 +334,7 @@ class StandardLoadPlanner(LoadPlanner):
             if row is not None and self._metadata.entries.kinds[row] == EntryKind.OBJECT:
                 self._want_object(row, leaf, leaf.path, tuple(leaf.path[depth:]))
                 return
-        self._problems.missing.append(self._stored.hint(leaf.fqn))
+        self._problems.add(_Trouble.MISSING, self._stored.hint(leaf.fqn))
 
     def _want_object(self, row: int, leaf: Leaf, path: Path, subpath: tuple[Any, ...]) -> None:
         entry = self._metadata.entries[row]
@@ -344,7 +365,7 @@ class StandardLoadPlanner(LoadPlanner):
                     pieces = self._stored.pieces(row, chunk.box)
                     self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
         if not gather.objects and not any(gather.parts):
-            self._problems.missing.append(self._stored.hint(leaf.fqn))
+            self._problems.add(_Trouble.MISSING, self._stored.hint(leaf.fqn))
         self._gathers.append(gather)
 
     def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
@@ -420,7 +441,7 @@ class _Stored:
         return self._metadata.find(fqn, owner)
 
     def pieces(self, row: int, want: Box) -> Iterator[tuple[int, Box, Box]]:
-        """(row of a stored chunk, its box, what of `want` it covers), each part of `want` once where that is easy to tell."""
+        """(row of a stored chunk, its box, what of `want` it covers), identical boxes once."""
         rows = self._metadata.chunk_rows(row)
         if len(rows) == 1:
             have = Box(*self._metadata.chunks.box(rows[0]))

@@ -269,7 +269,8 @@ def entry_rows(metadata: Metadata, plans: Sequence[SavePlan]) -> list[I64]:
 def _check_results(rank: int, plan: SavePlan, result: WriteResults) -> None:
     if len(result) != len(plan):
         raise StorageError(
-            f"rank {rank} reported {len(result)} results for the {len(plan)} items it was to write; nothing was published."
+            f"rank {rank} reported {len(result)} results for the {len(plan)} items it was to write; "
+            "nothing was published."
         )
     wrong = np.flatnonzero(result.table.length != plan.nbytes)
     if len(wrong):
