@@ -20,7 +20,7 @@ from hpdcp.backend import (
     storage_error,
     truncated,
 )
-from hpdcp.errors import CheckpointNotFoundError, InvalidArgumentError, StorageError
+from hpdcp.errors import CheckpointNotFoundError, HpdcpError, InvalidArgumentError, StorageError
 from hpdcp_backends._posix import (
     OpenFiles,
     file_size,
@@ -103,10 +103,12 @@ class LocalBackend(Backend):
     def list_keys(self, under: str = "", *, recursive: bool = False) -> list[KeyInfo]:
         if under:
             checked_key(under)
-        if not os.path.isdir(self.url):
-            raise CheckpointNotFoundError(f"{self.url} is not a folder, or is not there.")
         found: list[KeyInfo] = []
         with self._translating("list"):
+            try:
+                os.stat(os.path.join(self.url, ""))
+            except FileNotFoundError:
+                raise CheckpointNotFoundError(f"{self.url} is not there.") from None
             self._scan(under, recursive, found)
         return sorted(found, key=lambda info: info.key)
 
@@ -219,7 +221,7 @@ class LocalBackend(Backend):
     def _translating(self, doing: str, key: str | None = None) -> Iterator[None]:
         try:
             yield
-        except StorageError:
+        except HpdcpError:
             raise
         except OSError as error:
             raise storage_error(error, doing=doing, url=self.url, key=key) from error
