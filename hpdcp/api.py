@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,10 @@ def save(
         StateDictError: something cannot be stored so that it comes back exactly; names the key.
         CheckpointError, StorageError, RankFailedError: on every rank, naming rank and cause; nothing was published.
     """
-    writer = _writer(checkpoint_id, storage_writer)
     exchange = open_exchange(no_dist=no_dist, use_collectives=use_collectives)
     return save_state(
         state_dict,
-        writer=writer,
+        open_writer=lambda: _writer(checkpoint_id, storage_writer),
         planner=planner or StandardSavePlanner(),
         exchange=exchange,
         collective=use_collectives and not no_dist,
@@ -99,13 +99,13 @@ def load(
         CheckpointError, StorageError, RankFailedError: on every rank; targets may be changed in part.
     """
     _check_broadcast(broadcast_replicated_tensors, broadcast_groups, broadcast_batch_bytes, use_collectives, no_dist)
-    reader = _reader(checkpoint_id, storage_reader)
-    exchange = open_exchange(no_dist=no_dist, use_collectives=use_collectives)
-    try:
-        load_state(state_dict, reader=reader, planner=planner or StandardLoadPlanner(), exchange=exchange)
-    finally:
-        if storage_reader is None and isinstance(reader, FileSystemReader):
-            reader.close()
+    with contextlib.ExitStack() as opened:
+        load_state(
+            state_dict,
+            open_reader=lambda: _reader(checkpoint_id, storage_reader, opened),
+            planner=planner or StandardLoadPlanner(),
+            exchange=open_exchange(no_dist=no_dist, use_collectives=use_collectives),
+        )
 
 
 def _writer(checkpoint_id: str | Path | None, writer: StorageWriter | None) -> StorageWriter:
@@ -118,11 +118,13 @@ def _writer(checkpoint_id: str | Path | None, writer: StorageWriter | None) -> S
     return writer
 
 
-def _reader(checkpoint_id: str | Path | None, reader: StorageReader | None) -> StorageReader:
+def _reader(
+    checkpoint_id: str | Path | None, reader: StorageReader | None, opened: contextlib.ExitStack
+) -> StorageReader:
     if reader is None:
         if checkpoint_id is None:
             raise InvalidArgumentError("load needs a place: pass checkpoint_id= or storage_reader=.")
-        return FileSystemReader(checkpoint_id)
+        return opened.enter_context(contextlib.closing(FileSystemReader(checkpoint_id)))
     if checkpoint_id is not None:
         reader.initialize_reader(checkpoint_id)
     return reader

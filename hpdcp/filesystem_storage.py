@@ -76,7 +76,11 @@ class FileSystemWriter(StorageWriter):
         kind = _SaveByAll if context.collective else _SaveByRank
         self._save = kind(backend, layout, name, context, settings.keep_replaced_for)
 
+    def optimize_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan.with_storage_data({"url": self._current.backend.url})
+
     def optimize_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        _check_one_place([plan.storage_data for plan in plans], self._current.backend.url)
         decided = self._current.begin()
         return [plan.with_storage_data(decided) for plan in plans]
 
@@ -141,10 +145,17 @@ class _SaveByAll(_Save):
 class _SaveByRank(_Save):
     """Without collectives: each rank publishes `{rank}.metadata` and knows only what it finds in the folder."""
 
-    def begin(self) -> dict[str, str]:
+    def __init__(
+        self, backend: Backend, layout: Layout, layout_name: str, context: PlannerContext, keep_replaced_for: float
+    ) -> None:
+        super().__init__(backend, layout, layout_name, context, keep_replaced_for)
         run = collectives.run_nonce()
-        ordinal = next(_ordinals.setdefault((run, self.backend.url), itertools.count(1)))
-        self.facts |= {"rank": str(self.context.rank), "run": run, "ordinal": str(ordinal)}
+        # Counted before anything of this rank can fail, so that a rank that does stays in step with the others.
+        ordinal = next(_ordinals.setdefault((run, backend.url), itertools.count(1)))
+        self.facts |= {"rank": str(context.rank), "run": run, "ordinal": str(ordinal)}
+
+    def begin(self) -> dict[str, str]:
+        run = self.facts["run"]
         self.backend.prepare()
         keys = [info.key for info in self.backend.list_keys()]
         self._refuse_strangers(keys, run)
@@ -263,7 +274,11 @@ class FileSystemReader(StorageReader):
     def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:
         with self._missing_files_explained():
             self._layout.check(self.backend, self._known, plan.items)
-        return plan
+        return LoadPlan(plan.items, {"url": self.backend.url})
+
+    def optimize_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+        _check_one_place([plan.storage_data for plan in plans], self.backend.url)
+        return list(plans)
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         verify = Verify(self._verify or config.current().verify)
@@ -283,6 +298,17 @@ class FileSystemReader(StorageReader):
         """Let go of open files."""
         if self._backend is not None:
             self._backend.close()
+
+
+def _check_one_place(said: Sequence[Mapping[str, str]], expected: str) -> None:
+    """All ranks must mean the same folder; a relative path may name another one in each rank's working folder."""
+    others = {rank: data["url"] for rank, data in enumerate(said) if data.get("url", expected) != expected}
+    if others:
+        rank, url = next(iter(others.items()))
+        raise InvalidArgumentError(
+            f"ranks were given different places: rank 0 {expected}, rank {rank} {url} ({len(others)} ranks differ). "
+            "Give all of them the same checkpoint_id, as an absolute path or a URL."
+        )
 
 
 class _MissingFiles:

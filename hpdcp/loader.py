@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Final
 
 from hpdcp.collectives import Alone, Exchange
@@ -23,13 +24,15 @@ _BY_RANK: Final = b"R"
 
 @timed("_load_impl")
 def load_state(
-    state_dict: Mapping[Any, Any], *, reader: StorageReader, planner: LoadPlanner, exchange: Exchange
+    state_dict: Mapping[Any, Any], *, open_reader: Callable[[], StorageReader], planner: LoadPlanner, exchange: Exchange
 ) -> None:
-    """Fill `state_dict` in place from the checkpoint of `reader`, on all ranks of `exchange`.
+    """Fill `state_dict` in place from the checkpoint of a reader, on all ranks of `exchange`.
+
+    `open_reader` runs where a failure reaches all ranks.
 
     Where there is no global metadata but ranks saved each for itself, each rank reads for itself as well.
     """
-    load = _Load(state_dict, reader, planner, exchange)
+    load = _Load(state_dict, open_reader, planner, exchange)
     try:
         load.run()
     except CheckpointReplacedError:
@@ -39,14 +42,16 @@ def load_state(
         load.run()
 
 
-def find_metadata(reader: StorageReader, exchange: Exchange) -> tuple[Metadata | None, RankMetadata | None]:
+def find_metadata(
+    reader: Callable[[], StorageReader], exchange: Exchange
+) -> tuple[Metadata | None, RankMetadata | None]:
     """The global metadata, or else the ranks' own. The coordinator looks once, and all take its answer."""
 
     def look() -> bytes:
         try:
-            return _GLOBAL + reader.load_metadata().to_bytes()
+            return _GLOBAL + reader().load_metadata().to_bytes()
         except (CheckpointNotFoundError, IncompleteCheckpointError):
-            if reader.load_rank_metadata(exchange.rank) is None:
+            if reader().load_rank_metadata(exchange.rank) is None:
                 raise
             return _BY_RANK
 
@@ -54,22 +59,30 @@ def find_metadata(reader: StorageReader, exchange: Exchange) -> tuple[Metadata |
         answer = exchange.announce("reading the metadata", look)
     if answer[:1] == _GLOBAL:
         return Metadata.from_bytes(memoryview(answer)[1:], where="the checkpoint's metadata"), None
-    return None, exchange.agree("reading the ranks' metadata", lambda: reader.load_rank_metadata(exchange.rank))
+    return None, exchange.agree("reading the ranks' metadata", lambda: reader().load_rank_metadata(exchange.rank))
 
 
 class _Load:
     def __init__(
-        self, state_dict: Mapping[Any, Any], reader: StorageReader, planner: LoadPlanner, exchange: Exchange
+        self,
+        state_dict: Mapping[Any, Any],
+        open_reader: Callable[[], StorageReader],
+        planner: LoadPlanner,
+        exchange: Exchange,
     ) -> None:
         self._state_dict = state_dict
-        self._reader = reader
+        self._open_reader = open_reader
         self._planner = planner
         self._exchange = exchange
         self.reading = False
         """Whether targets may have been changed."""
 
+    @cached_property
+    def _reader(self) -> StorageReader:
+        return self._open_reader()
+
     def run(self) -> None:
-        metadata, apart = find_metadata(self._reader, self._exchange)
+        metadata, apart = find_metadata(lambda: self._reader, self._exchange)
         if metadata is not None:
             self._load_from(metadata, self._exchange)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,16 +26,17 @@ from hpdcp.timing import stage, timed
 def save_state(
     state_dict: Mapping[Any, Any],
     *,
-    writer: StorageWriter,
+    open_writer: Callable[[], StorageWriter],
     planner: SavePlanner,
     exchange: Exchange,
     collective: bool,
 ) -> Metadata:
     """Save `state_dict` from all ranks of `exchange`; every rank returns the metadata once it is published.
 
-    `collective=False`: this rank's part alone, under its own metadata, whatever the others do.
+    `open_writer` runs where a failure reaches all ranks. `collective=False`: this rank's part alone, under its own
+    metadata, whatever the others do.
     """
-    save = _Save(state_dict, writer, planner, exchange, collective)
+    save = _Save(state_dict, open_writer, planner, exchange, collective)
     plan = save.plan()
     return save.write_and_commit(plan)
 
@@ -44,13 +45,13 @@ class _Save:
     def __init__(
         self,
         state_dict: Mapping[Any, Any],
-        writer: StorageWriter,
+        open_writer: Callable[[], StorageWriter],
         planner: SavePlanner,
         exchange: Exchange,
         collective: bool,
     ) -> None:
         self._state_dict = state_dict
-        self._writer = writer
+        self._open_writer = open_writer
         self._planner = planner
         self._exchange = exchange
         self._context = PlannerContext(exchange.rank, exchange.world_size, exchange.is_coordinator, collective)
@@ -63,8 +64,9 @@ class _Save:
 
     def _plan_locally(self) -> bytes:
         self._check = config.current().check_replicas
-        self._planner.configure_planner(self._state_dict, self._context)
+        self._writer = self._open_writer()
         self._writer.configure_writer(self._context)
+        self._planner.configure_planner(self._state_dict, self._context)
         with stage("build_local_plan"):
             self._local_plan = self._writer.optimize_local_plan(self._planner.build_local_plan())
         return self._local_plan.to_bytes()
