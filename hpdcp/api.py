@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hpdcp import config
 from hpdcp.collectives import open_exchange
 from hpdcp.errors import InvalidArgumentError, NotSupportedError
-from hpdcp.filesystem_storage import FileSystemReader, FileSystemWriter
+from hpdcp.filesystem_storage import open_reader, open_writer
 from hpdcp.loader import load_state
 from hpdcp.metadata import Metadata
 from hpdcp.planner import LoadPlanner, SavePlanner
@@ -55,7 +55,7 @@ def save(
     exchange = open_exchange(no_dist=no_dist, use_collectives=use_collectives)
     return save_state(
         state_dict,
-        open_writer=lambda: _writer(checkpoint_id, storage_writer),
+        open_writer=lambda: open_writer(checkpoint_id, storage_writer),
         planner=planner or StandardSavePlanner(),
         exchange=exchange,
         collective=use_collectives and not no_dist,
@@ -102,32 +102,10 @@ def load(
     with contextlib.ExitStack() as opened:
         load_state(
             state_dict,
-            open_reader=lambda: _reader(checkpoint_id, storage_reader, opened),
+            open_reader=lambda: open_reader(checkpoint_id, storage_reader, opened),
             planner=planner or StandardLoadPlanner(),
             exchange=open_exchange(no_dist=no_dist, use_collectives=use_collectives),
         )
-
-
-def _writer(checkpoint_id: str | Path | None, writer: StorageWriter | None) -> StorageWriter:
-    if writer is None:
-        if checkpoint_id is None:
-            raise InvalidArgumentError("save needs a place: pass checkpoint_id= or storage_writer=.")
-        return FileSystemWriter(checkpoint_id)
-    if checkpoint_id is not None:
-        writer.initialize_writer(checkpoint_id)
-    return writer
-
-
-def _reader(
-    checkpoint_id: str | Path | None, reader: StorageReader | None, opened: contextlib.ExitStack
-) -> StorageReader:
-    if reader is None:
-        if checkpoint_id is None:
-            raise InvalidArgumentError("load needs a place: pass checkpoint_id= or storage_reader=.")
-        return opened.enter_context(contextlib.closing(FileSystemReader(checkpoint_id)))
-    if checkpoint_id is not None:
-        reader.initialize_reader(checkpoint_id)
-    return reader
 
 
 def _check_broadcast(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -364,6 +365,36 @@ class _RankMetadataSet(RankMetadata):
 
     def merged(self) -> Metadata:
         return merge_rank_metadata(self._parts)
+
+
+def open_writer(checkpoint_id: str | Path | None, writer: StorageWriter | None) -> StorageWriter:
+    """`writer`, at `checkpoint_id` where that is given; without a writer, the configured one.
+
+    Raises:
+        InvalidArgumentError: neither is given.
+    """
+    if writer is None:
+        if checkpoint_id is None:
+            raise InvalidArgumentError("a save needs a place: pass checkpoint_id= or storage_writer=.")
+        return FileSystemWriter(checkpoint_id)
+    if checkpoint_id is not None:
+        writer.initialize_writer(checkpoint_id)
+    return writer
+
+
+def open_reader(checkpoint_id: str | Path | None, reader: StorageReader | None, opened: ExitStack) -> StorageReader:
+    """As `open_writer`; a reader made here is closed with `opened`.
+
+    Raises:
+        InvalidArgumentError: neither is given.
+    """
+    if reader is None:
+        if checkpoint_id is None:
+            raise InvalidArgumentError("a load needs a place: pass checkpoint_id= or storage_reader=.")
+        return opened.enter_context(closing(FileSystemReader(checkpoint_id)))
+    if checkpoint_id is not None:
+        reader.initialize_reader(checkpoint_id)
+    return reader
 
 
 def forget_ordinals() -> None:
