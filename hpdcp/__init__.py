@@ -4,6 +4,7 @@ from hpdcp import config
 from hpdcp.api import load, save
 from hpdcp.filesystem_storage import FileSystemReader, FileSystemWriter
 from hpdcp.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, Metadata, PerRank
+from hpdcp.optimizer_state import allocate_optimizer_state
 from hpdcp.ragged import RaggedShard
 from hpdcp.standard_planner import StandardLoadPlanner, StandardSavePlanner
 
@@ -18,6 +19,7 @@ __all__ = [
     "RaggedShard",
     "StandardLoadPlanner",
     "StandardSavePlanner",
+    "allocate_optimizer_state",
     "config",
     "load",
     "save",
