@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpdcp.collectives import open_exchange
 from hpdcp.errors import InvalidArgumentError, LoadMismatchError, MissingKeysError, UnsupportedTypeError
-from hpdcp.filesystem_storage import FileSystemReader
+from hpdcp.filesystem_storage import open_reader
 from hpdcp.loader import find_metadata
 from hpdcp.metadata import CHUNK_INFO, Metadata
 from hpdcp.paths import Path, build_tree, decode_path, fqn_of
@@ -83,7 +83,7 @@ def allocate_optimizer_state(
 
         @functools.cache
         def reader() -> StorageReader:
-            return _open(checkpoint_id, storage_reader, opened)
+            return open_reader(checkpoint_id, storage_reader, opened)
 
         exchange = open_exchange(no_dist=no_dist, use_collectives=use_collectives)
         metadata, apart = find_metadata(reader, exchange)
@@ -94,20 +94,6 @@ def allocate_optimizer_state(
             return _Allocation(optimizer, model, _stored_states(found, prefix), prefix).run()
 
         return exchange.agree("allocating the optimizer's state", allocate)
-
-
-def _open(
-    checkpoint_id: str | FilePath | None, reader: StorageReader | None, opened: contextlib.ExitStack
-) -> StorageReader:
-    if reader is None:
-        if checkpoint_id is None:
-            raise InvalidArgumentError(
-                "allocate_optimizer_state needs the checkpoint: pass checkpoint_id= or storage_reader=."
-            )
-        return opened.enter_context(contextlib.closing(FileSystemReader(checkpoint_id)))
-    if checkpoint_id is not None:
-        reader.initialize_reader(checkpoint_id)
-    return reader
 
 
 @dataclass(frozen=True, slots=True)
