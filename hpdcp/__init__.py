@@ -1,12 +1,44 @@
 """Distributed checkpoints of PyTorch training state: every rank saves its shards, any layout loads them again."""
 
-from hpdcp import config
-from hpdcp.api import load, save
-from hpdcp.filesystem_storage import FileSystemReader, FileSystemWriter
-from hpdcp.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, Metadata, PerRank
-from hpdcp.optimizer_state import allocate_optimizer_state
-from hpdcp.ragged import RaggedShard
-from hpdcp.standard_planner import StandardLoadPlanner, StandardSavePlanner
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from hpdcp import config as config
+    from hpdcp.api import load as load
+    from hpdcp.api import save as save
+    from hpdcp.filesystem_storage import FileSystemReader as FileSystemReader
+    from hpdcp.filesystem_storage import FileSystemWriter as FileSystemWriter
+    from hpdcp.metadata import CHUNK_INFO as CHUNK_INFO
+    from hpdcp.metadata import ChunkInfo as ChunkInfo
+    from hpdcp.metadata import ChunkStorageMetadata as ChunkStorageMetadata
+    from hpdcp.metadata import Metadata as Metadata
+    from hpdcp.metadata import PerRank as PerRank
+    from hpdcp.optimizer_state import allocate_optimizer_state as allocate_optimizer_state
+    from hpdcp.ragged import RaggedShard as RaggedShard
+    from hpdcp.standard_planner import StandardLoadPlanner as StandardLoadPlanner
+    from hpdcp.standard_planner import StandardSavePlanner as StandardSavePlanner
+
+__version__ = "0.1.0"
+
+_HOMES: Final = {
+    "CHUNK_INFO": "metadata",
+    "ChunkInfo": "metadata",
+    "ChunkStorageMetadata": "metadata",
+    "FileSystemReader": "filesystem_storage",
+    "FileSystemWriter": "filesystem_storage",
+    "Metadata": "metadata",
+    "PerRank": "metadata",
+    "RaggedShard": "ragged",
+    "StandardLoadPlanner": "standard_planner",
+    "StandardSavePlanner": "standard_planner",
+    "allocate_optimizer_state": "optimizer_state",
+    "load": "api",
+    "save": "api",
+}
+"""Where each public name lives; imported when it is asked for, since torch takes seconds and a backend needs none."""
 
 __all__ = [
     "CHUNK_INFO",
@@ -24,3 +56,17 @@ __all__ = [
     "load",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "config":
+        return import_module("hpdcp.config")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hpdcp' has no attribute {name!r}")
+    found = getattr(import_module(f"hpdcp.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

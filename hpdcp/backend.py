@@ -15,22 +15,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, Final, Self
 
-from hpdcp.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+from hpdcp.errors import InvalidArgumentError, KeyExistsError, KeyNotFoundError, KeyTruncatedError, StorageError
 
 TEMPORARY_PREFIX: Final = ".hpdcp-tmp-"
 """File names that start so are a backend's own while it writes: never a key, never listed."""
-
-
-class KeyNotFoundError(StorageError, FileNotFoundError):
-    """The store holds nothing under the key."""
-
-
-class KeyExistsError(StorageError, FileExistsError):
-    """The key is taken, and was to be created; what is there was not touched."""
-
-
-class KeyTruncatedError(StorageError, CorruptCheckpointError):
-    """The key holds fewer bytes than the range that was asked of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ import crc32c
 import torch
 
 from hpdcp import device
-from hpdcp.backend import Backend, ByteRange, KeyExistsError
+from hpdcp.backend import Backend, ByteRange
 from hpdcp.container import MAX_HEADER_BYTES, TensorEntry, build_header
-from hpdcp.errors import CorruptCheckpointError, UnsupportedTypeError
+from hpdcp.errors import CorruptCheckpointError, KeyExistsError, UnsupportedTypeError
 from hpdcp.geometry import Box
 from hpdcp.layout import FileNaming, Layout, Verify
 from hpdcp.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata, StorageInfo

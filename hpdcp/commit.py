@@ -11,12 +11,20 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from hpdcp.backend import Backend, ByteRange, KeyInfo, KeyNotFoundError
+from hpdcp.backend import Backend, ByteRange, KeyInfo, checked_key
 from hpdcp.container import PREFIX_BYTES
-from hpdcp.errors import CheckpointError, CommitUncertainError, HpdcpError, StorageError, SupersededError
+from hpdcp.errors import (
+    CheckpointError,
+    CommitUncertainError,
+    HpdcpError,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    StorageError,
+    SupersededError,
+)
 from hpdcp.metadata import HEAD_BYTES, Metadata
 from hpdcp.timing import log_message
 
@@ -50,6 +58,9 @@ class Claim:
     """(attempt, plain) of earlier tries that never committed and whose files may still lie about."""
     replaced: tuple[tuple[str, float], ...] = ()
     """(key, since) of files a commit replaced and that `keep_replaced_for` still keeps."""
+    replacing: tuple[str, ...] = ()
+    """Keys of the checkpoint found when the attempt began: one that is ended between its commit and the removal of
+    these leaves them to the next."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(
@@ -59,6 +70,7 @@ class Claim:
                 "began": self.began,
                 "superseded": self.superseded,
                 "replaced": self.replaced,
+                "replacing": self.replacing,
             }
         ).encode()
 
@@ -72,9 +84,10 @@ class Claim:
                 bool(fields["plain"]),
                 float(fields["began"]),
                 tuple((str(attempt), bool(plain)) for attempt, plain in fields["superseded"]),
-                tuple((str(key), float(since)) for key, since in fields["replaced"]),
+                tuple((str(key), float(since)) for key, since in fields["replaced"] if _may_be_data(str(key))),
+                tuple(key for key in map(str, fields.get("replacing", ())) if _may_be_data(key)),
             )
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return None
 
 
@@ -101,15 +114,22 @@ class Attempt:
         if earlier and earlier.attempt != committed:
             superseded[earlier.attempt] = earlier.plain
         superseded.pop(committed or "", None)
+        current = _keys_of_checkpoint(backend, keys, before)
+        now = time.time()
+        replaced = dict(earlier.replaced) if earlier else {}
+        if earlier and earlier.attempt == committed:
+            left = (key for key in earlier.replacing if key in keys and key not in current)
+            replaced = dict.fromkeys(left, now) | replaced
         claim = Claim(
             attempt,
             plain=not keys and backend.conditional_create,
-            began=time.time(),
+            began=now,
             superseded=tuple(superseded.items()),
-            replaced=earlier.replaced if earlier else (),
+            replaced=tuple(replaced.items()),
+            replacing=tuple(sorted(current)),
         )
         backend.publish(CLAIM, claim.to_bytes())
-        return cls(backend, claim, before, _keys_of_checkpoint(backend, keys, before))
+        return cls(backend, claim, before, current)
 
     def commit(self, metadata: Metadata, *, keep_replaced_for: float) -> None:
         """Publish `metadata`; the step after which the new checkpoint is the one that loads.
@@ -146,8 +166,7 @@ class Attempt:
         if self.claim.superseded:
             self.backend.delete(_orphans(self.backend, self.claim.superseded, keep=ours | {key for key, _ in kept}))
         if kept != self.claim.replaced:
-            claim = Claim(self.claim.attempt, self.claim.plain, self.claim.began, self.claim.superseded, kept)
-            self.backend.publish(CLAIM, claim.to_bytes())
+            self.backend.publish(CLAIM, replace(self.claim, replaced=kept).to_bytes())
 
 
 def publish_or_doubt(backend: Backend, key: str, data: bytes) -> None:
@@ -182,6 +201,14 @@ def attempt_in_header(head: bytes | bytearray) -> str | None:
     return text[len(marker) :].partition('"')[0] if text.startswith(marker) else None
 
 
+def _may_be_data(key: str) -> bool:
+    """Whether a key that a file in the folder lists may be removed: whoever wrote that file may mean harm."""
+    try:
+        return checked_key(key) not in (METADATA, CLAIM)
+    except InvalidArgumentError:
+        return False
+
+
 def _read_claim(backend: Backend) -> Claim | None:
     data = read_or_none(backend, CLAIM)
     return None if data is None else Claim.from_bytes(data)
@@ -208,7 +235,7 @@ def _keys_of_checkpoint(backend: Backend, keys: Iterable[str], before: bytes | N
         if data is None:
             continue
         try:
-            owned.update(Metadata.from_bytes(data, where=f"{backend.url}/{key}").files)
+            owned.update(filter(_may_be_data, Metadata.from_bytes(data, where=f"{backend.url}/{key}").files))
         except CheckpointError as error:
             log_message(logging.WARNING, f"{error} Its data files are left where they are.")
             owned.discard(key)

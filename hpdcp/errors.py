@@ -23,6 +23,9 @@
     ├── UnsafePickleError                                pickled bytes, and allow_pickle is off
     ├── NotSupportedError           (NotImplementedError) a capability that is not there
     ├── StorageError                (OSError)            a store that cannot do what was asked
+    │   ├── KeyNotFoundError        (FileNotFoundError)
+    │   ├── KeyExistsError          (FileExistsError)
+    │   └── KeyTruncatedError       (CorruptCheckpointError)
     └── RankFailedError             (RuntimeError)       a rank failed in a step all share; carries the causes
         └── PeerLostError                                a rank died or fell silent in such a step
 
@@ -127,6 +130,18 @@ class NotSupportedError(HpdcpError, NotImplementedError):
 
 class StorageError(HpdcpError, OSError):
     """A store could not do what was asked; the message names the key."""
+
+
+class KeyNotFoundError(StorageError, FileNotFoundError):
+    """The store holds nothing under the key."""
+
+
+class KeyExistsError(StorageError, FileExistsError):
+    """The key is taken, and was to be created; what is there was not touched."""
+
+
+class KeyTruncatedError(CorruptCheckpointError, StorageError):
+    """The key holds fewer bytes than the range that was asked of it."""
 
 
 class RankFailedError(HpdcpError, RuntimeError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpdcp import collectives, config, registry
-from hpdcp.backend import Backend, KeyNotFoundError
+from hpdcp.backend import Backend
 from hpdcp.commit import (
     CLAIM,
     METADATA,
@@ -28,6 +28,7 @@ from hpdcp.errors import (
     HpdcpError,
     IncompleteCheckpointError,
     InvalidArgumentError,
+    KeyNotFoundError,
 )
 from hpdcp.layout import FileNaming, Layout, Verify
 from hpdcp.metadata import Metadata

@@ -12,8 +12,16 @@ from functools import partial
 
 import pytest
 
-from hpdcp.backend import Backend, ByteRange, KeyExistsError, KeyNotFoundError, KeyTruncatedError
-from hpdcp.errors import CorruptCheckpointError, InvalidArgumentError, NotSupportedError, StorageError
+from hpdcp.backend import Backend, ByteRange
+from hpdcp.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    KeyExistsError,
+    KeyNotFoundError,
+    KeyTruncatedError,
+    NotSupportedError,
+    StorageError,
+)
 
 ODD_KEYS = (
     "with space",

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from hpdcp_backends.local import LocalBackend
 
 from hpdcp.backend import Backend, ByteRange
 from hpdcp.errors import CheckpointNotFoundError, InvalidArgumentError, StorageError
 from hpdcp.testing import BackendContract
 from hpdcp.testing.backend_contract import LARGE, put
+from hpdcp_backends.local import LocalBackend
 
 
 class TestLocalBackend(BackendContract):

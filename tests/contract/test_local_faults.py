@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hpdcp_backends.local import LocalBackend
 
-from hpdcp.backend import ByteRange, KeyTruncatedError
-from hpdcp.errors import StorageError
+from hpdcp.backend import ByteRange
+from hpdcp.errors import KeyTruncatedError, StorageError
 from hpdcp.testing.backend_contract import LARGE, put
+from hpdcp_backends.local import LocalBackend
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from hpdcp_backends.local import LocalBackend
 
 from hpdcp.backend import ByteRange
 from hpdcp.testing.backend_contract import LARGE, put
+from hpdcp_backends.local import LocalBackend
 
 
 @pytest.fixture
