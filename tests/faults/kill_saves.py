@@ -1,0 +1,76 @@
+"""Kill saves at random moments, for some seconds; after each kill exactly the old or the new step must load.
+
+python kill_saves.py FOLDER SECONDS SEED
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import hpdcp
+from hpdcp.metadata import Metadata
+from tests.faults.forking import fork, loaded_step, state, wait
+
+
+def main(folder: Path, seconds: float, seed: int) -> None:
+    progress = mmap.mmap(-1, 16)
+
+    def note(position: int, step: int) -> None:
+        progress[position * 8 : position * 8 + 8] = step.to_bytes(8, "little")
+
+    def noted(position: int) -> int:
+        return int.from_bytes(progress[position * 8 : position * 8 + 8], "little")
+
+    def save_forever() -> None:
+        for step in itertools.count(noted(0) + 1):
+            note(0, step)
+            hpdcp.save(state(step), checkpoint_id=folder)
+            note(1, step)
+
+    hpdcp.save(state(0), checkpoint_id=folder)
+    chance = random.Random(seed)
+    deadline = time.monotonic() + seconds
+    kills = halves = 0
+    while time.monotonic() < deadline:
+        pid = fork(save_forever)
+        time.sleep(chance.uniform(0, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        assert wait(pid) == -signal.SIGKILL
+        begun, done = noted(0), noted(1)
+        step = loaded_step(folder)
+        # A save that did not return may have been published all the same; nothing older and nothing newer may load.
+        assert step in (done, begun), f"{step} loads; step {done} was saved last, and {begun} was being saved"
+        kills += 1
+        halves += begun > done
+        note(0, step)
+        note(1, step)
+
+    hpdcp.save(state(10**6), checkpoint_id=folder)
+    assert loaded_step(folder) == 10**6
+    check_nothing_is_left_for_ever(folder)
+    assert halves > kills // 4, f"only {halves} of {kills} kills hit a save"
+    print(f"{kills} kills, {halves} of them in a save")
+
+
+def check_nothing_is_left_for_ever(folder: Path) -> None:
+    """A day later, the next save removes whatever the killed ones left."""
+    yesterday = time.time() - 25 * 3600
+    for path in folder.iterdir():
+        os.utime(path, (yesterday, yesterday))
+    metadata = hpdcp.save(state(10**6 + 1), checkpoint_id=folder)
+    assert isinstance(metadata, Metadata)
+    assert loaded_step(folder) == 10**6 + 1
+    left = {path.name for path in folder.iterdir()} - {".metadata", ".attempt", *metadata.files}
+    temporary = {name for name in left if name.startswith(".hpdcp-tmp-")}
+    assert left == temporary, f"{len(left - temporary)} files stay for ever: {sorted(left - temporary)[:5]}"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
