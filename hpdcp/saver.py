@@ -12,7 +12,7 @@ from hpdcp.checkpoint_io import block_checksums, byte_pieces
 from hpdcp.collectives import Alone, Exchange
 from hpdcp.config import ReplicaCheck
 from hpdcp.container import pack_columns, unpack_columns
-from hpdcp.errors import CommitUncertainError, PeerLostError
+from hpdcp.errors import CommitUncertainError, HpdcpError, PeerLostError
 from hpdcp.metadata import Metadata
 from hpdcp.objects import is_pickled
 from hpdcp.planner import PlannerContext, SavePlan, SavePlanner
@@ -84,8 +84,11 @@ class _Save:
         except (PeerLostError, CommitUncertainError):
             # The coordinator may have published before it was lost: what was written may be part of a checkpoint.
             raise
-        except Exception:
-            self._writer.discard()
+        except Exception as error:
+            try:
+                self._writer.discard()
+            except HpdcpError as left:
+                error.add_note(f"What this rank had written could not be removed: {left}")
             raise
         return Metadata.from_bytes(published, where="the metadata of this save")
 

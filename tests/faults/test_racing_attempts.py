@@ -1,0 +1,112 @@
+"""Two jobs that save to one folder: the newer claim wins, the older takes away its own files and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpdcp
+from hpdcp.commit import CLAIM, METADATA
+from hpdcp.errors import SupersededError
+from hpdcp.planner import SavePlan
+
+
+def state(value: float) -> dict[str, object]:
+    return {"w": torch.full((64,), value), "step": int(value)}
+
+
+def loaded(folder: Path) -> int:
+    target = state(-1.0)
+    hpdcp.load(target, checkpoint_id=folder)
+    assert isinstance(target["step"], int) and isinstance(target["w"], torch.Tensor)
+    assert torch.equal(target["w"], torch.full((64,), float(target["step"])))
+    return target["step"]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+class Interrupted(hpdcp.StandardSavePlanner):
+    """Runs something else when the folder is claimed and nothing is written yet."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self._meanwhile = meanwhile
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        self._meanwhile()
+        return super().finalize_plan(plan)
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_the_older_claim_gives_way_and_the_newer_checkpoint_stays_whole(tmp_path: Path, there_before: bool) -> None:
+    if there_before:
+        hpdcp.save(state(1.0), checkpoint_id=tmp_path)
+    winner: list[hpdcp.Metadata] = []
+    planner = Interrupted(lambda: winner.append(hpdcp.save(state(2.0), checkpoint_id=tmp_path)))
+    with pytest.raises(SupersededError, match="another attempt claimed it"):
+        hpdcp.save(state(3.0), checkpoint_id=tmp_path, planner=planner)
+    assert names(tmp_path) == {METADATA, CLAIM, *winner[0].files}
+    assert loaded(tmp_path) == 2
+
+
+def test_a_claim_alone_is_enough_to_stop_the_older_attempt(tmp_path: Path) -> None:
+    """The newer attempt has not committed, and never does: the older must not, since the newer believes it is alone."""
+    before = hpdcp.save(state(1.0), checkpoint_id=tmp_path)
+
+    class CrashError(Exception):
+        pass
+
+    def crash() -> None:
+        raise CrashError
+
+    def claim_and_crash() -> None:
+        with pytest.raises(CrashError):
+            hpdcp.save(state(2.0), checkpoint_id=tmp_path, planner=Interrupted(crash))
+
+    with pytest.raises(SupersededError):
+        hpdcp.save(state(3.0), checkpoint_id=tmp_path, planner=Interrupted(claim_and_crash))
+    assert names(tmp_path) == {METADATA, CLAIM, *before.files}
+    assert loaded(tmp_path) == 1
+    hpdcp.save(state(4.0), checkpoint_id=tmp_path)
+    assert loaded(tmp_path) == 4
+
+
+def test_a_commit_by_somebody_who_did_not_claim_stops_the_attempt(tmp_path: Path) -> None:
+    """Such as a checkpoint that is copied into the folder while a save runs."""
+    hpdcp.save(state(1.0), checkpoint_id=tmp_path / "a")
+    hpdcp.save(state(5.0), checkpoint_id=tmp_path / "b")
+
+    def copy() -> None:
+        for path in (tmp_path / "b").iterdir():
+            if path.name != CLAIM:
+                (tmp_path / "a" / path.name).write_bytes(path.read_bytes())
+
+    with pytest.raises(SupersededError, match="committed there"):
+        hpdcp.save(state(3.0), checkpoint_id=tmp_path / "a", planner=Interrupted(copy))
+    assert loaded(tmp_path / "a") == 5
+
+
+def test_two_attempts_that_find_an_empty_folder_never_share_a_file(tmp_path: Path) -> None:
+    """Both may take the plain names; exclusive creation gives each to one of them."""
+    older: list[BaseException] = []
+
+    def begin_second() -> None:
+        (tmp_path / CLAIM).unlink()
+        with pytest.raises(SupersededError) as caught:
+            hpdcp.save(state(2.0), checkpoint_id=tmp_path, planner=Interrupted(begin_third))
+        older.append(caught.value)
+
+    def begin_third() -> None:
+        (tmp_path / CLAIM).unlink()
+        hpdcp.save(state(3.0), checkpoint_id=tmp_path)
+
+    with pytest.raises(SupersededError):
+        hpdcp.save(state(1.0), checkpoint_id=tmp_path, planner=Interrupted(begin_second))
+    assert len(older) == 1
+    assert loaded(tmp_path) == 3
+    assert len(names(tmp_path)) == 4
