@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 
 from hpdcp import device, objects
 from hpdcp.errors import (
-    CoverageError,
-    DtypeMismatchError,
     InvalidArgumentError,
-    LoadMismatchError,
     MissingKeysError,
-    ShapeMismatchError,
     UnsupportedTypeError,
-    WorldSizeError,
 )
-from hpdcp.geometry import Box, BoxIndex, intersect, missing, relative
+from hpdcp.geometry import Box, intersect, missing, relative
 from hpdcp.metadata import Metadata, MetadataIndex
+from hpdcp.mismatches import Problems, Trouble, listed
 from hpdcp.paths import Path, build_tree, decode_path, encode_path
 from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, ReadItem, SavePlan, SavePlanner, WriteItem
 from hpdcp.replicas import drop_duplicates
 from hpdcp.sharding import LocalChunk, LocalShards, local_shards, tie_key
+from hpdcp.stored import Stored
 from hpdcp.tables import Entry, EntryKind
 from hpdcp.timing import log_message
 from hpdcp.tree import Leaf, StateTree, pick, walk
-
-_MOST_NAMED: Final = 50
-"""Names that one error spells out."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -128,59 +118,6 @@ class StandardSavePlanner(SavePlanner):
         return self._objects[item.index.fqn, item.index.owner]
 
 
-class _Trouble(Enum):
-    """A way in which a wanted key and the checkpoint do not fit: its error, what to say, and what to do about it."""
-
-    MISSING = (
-        MissingKeysError,
-        "are not in the checkpoint",
-        "Correct their names, or load what is there with StandardLoadPlanner(allow_partial_load=True).",
-    )
-    SHAPE = (ShapeMismatchError, "are stored as something else", "Build the model as it was when it was saved.")
-    HOLE = (CoverageError, "are not stored in full", "Load an earlier checkpoint.")
-    DTYPE = (
-        DtypeMismatchError,
-        "cannot be cast",
-        "Use the stored dtype, or StandardLoadPlanner(allow_dtype_cast=True).",
-    )
-    WORLD = (
-        WorldSizeError,
-        "belong to another number of ranks",
-        "Mark the target as PerRank.all(...) to be handed every rank's value.",
-    )
-    REFUSED = (UnsupportedTypeError, "cannot be loaded into", "Materialise or copy these targets first.")
-
-    def __init__(self, error: type[LoadMismatchError | UnsupportedTypeError], what: str, advice: str) -> None:
-        self.error = error
-        self.what = what
-        self.advice = advice
-
-
-class _Problems:
-    """What does not fit, gathered over the whole state dict before anything is said."""
-
-    def __init__(self) -> None:
-        self._found: dict[_Trouble, list[str]] = {trouble: [] for trouble in _Trouble}
-
-    def add(self, trouble: _Trouble, key: str) -> None:
-        self._found[trouble].append(key)
-
-    def forgive(self, *troubles: _Trouble) -> tuple[str, ...]:
-        """Forget these kinds, and say which keys they were about."""
-        keys = tuple(key for trouble in troubles for key in self._found[trouble])
-        self._found |= {trouble: [] for trouble in troubles}
-        return keys
-
-    def raise_if_any(self) -> None:
-        """One error with everything; of the closest class when there is only one kind of problem."""
-        found = {trouble: keys for trouble, keys in self._found.items() if keys}
-        if found:
-            lines = [
-                f"{len(keys)} keys {trouble.what}: {_list(keys)}. {trouble.advice}" for trouble, keys in found.items()
-            ]
-            raise (next(iter(found)).error if len(found) == 1 else LoadMismatchError)("; ".join(lines))
-
-
 @dataclass(frozen=True, slots=True)
 class _ObjectTarget:
     """Where a stored Python value goes."""
@@ -208,8 +145,8 @@ class StandardLoadPlanner(LoadPlanner):
         self._metadata = metadata
         self._context = context
         self._tree = StateTree(state_dict, rank=context.rank)
-        self._stored = _Stored(metadata)
-        self._problems = _Problems()
+        self._stored = Stored(metadata)
+        self._problems = Problems()
         self._items: list[ReadItem] = []
         self._targets: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
         self._objects: dict[MetadataIndex, list[_ObjectTarget]] = {}
@@ -227,22 +164,24 @@ class StandardLoadPlanner(LoadPlanner):
             if leaf.owner is None or not any(leaf.path[: len(path)] == tuple(path) for path in gathered):
                 self._plan_leaf(leaf, filled)
         if self._allow_partial_load:
-            self.not_loaded = self._problems.forgive(_Trouble.MISSING, _Trouble.HOLE)
+            self.not_loaded = self._problems.forgive(Trouble.MISSING, Trouble.HOLE)
         self._problems.raise_if_any()
         if self.not_loaded:
             log_message(
-                logging.WARNING, f"partial load: {len(self.not_loaded)} keys stay as they are: {_list(self.not_loaded)}"
+                logging.WARNING,
+                f"partial load: {len(self.not_loaded)} keys stay as they are: {listed(self.not_loaded)}",
             )
         if self._casts:
             warnings.warn(
-                f"{len(self._casts)} tensors are cast to the dtype of their target: {_list(self._casts)}.", stacklevel=2
+                f"{len(self._casts)} tensors are cast to their target's dtype: {listed(self._casts)}.",
+                stacklevel=2,
             )
         return LoadPlan(self._items)
 
     def _plan_leaf(self, leaf: Leaf, filled: set[Any]) -> None:
         if leaf.owner is not None and self._metadata.world_size != self._context.world_size:
             self._problems.add(
-                _Trouble.WORLD,
+                Trouble.WORLD,
                 f"{leaf.fqn!r} (stored by {self._metadata.world_size} ranks, wanted by {self._context.world_size})",
             )
         elif isinstance(leaf.value, torch.Tensor):
@@ -256,19 +195,19 @@ class StandardLoadPlanner(LoadPlanner):
             for tensor in shards.tensors:
                 _check_fillable(tensor, leaf.fqn)
         except UnsupportedTypeError as error:
-            self._problems.add(_Trouble.REFUSED, str(error))
+            self._problems.add(Trouble.REFUSED, str(error))
             return
         row = self._stored.find(leaf.fqn, leaf.owner)
         if row is None:
-            self._problems.add(_Trouble.MISSING, self._stored.hint(leaf.fqn))
+            self._problems.add(Trouble.MISSING, self._stored.hint(leaf.fqn))
             return
         if self._metadata.entries.kinds[row] == EntryKind.OBJECT:
-            self._problems.add(_Trouble.SHAPE, f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
+            self._problems.add(Trouble.SHAPE, f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
             return
         shape = self._metadata.entries.shape(row)
         if shape != shards.global_shape:
             self._problems.add(
-                _Trouble.SHAPE, f"{leaf.fqn!r} (stored {list(shape)}, wanted {list(shards.global_shape)})"
+                Trouble.SHAPE, f"{leaf.fqn!r} (stored {list(shape)}, wanted {list(shards.global_shape)})"
             )
             return
         if not self._check_dtype(leaf.fqn, self._metadata.entries.dtype(row), shards.dtype):
@@ -288,7 +227,7 @@ class StandardLoadPlanner(LoadPlanner):
             if hole is not None:
                 stop = tuple(a + b for a, b in zip(hole.offsets, hole.sizes, strict=True))
                 self._problems.add(
-                    _Trouble.HOLE, f"{leaf.fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})"
+                    Trouble.HOLE, f"{leaf.fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})"
                 )
                 break
 
@@ -298,7 +237,7 @@ class StandardLoadPlanner(LoadPlanner):
         found = getattr(torch, stored, None)
         described = f"{fqn!r} (stored {stored}, wanted {dtype_name(wanted)})"
         if not self._allow_dtype_cast or not isinstance(found, torch.dtype) or not _castable(found, wanted):
-            self._problems.add(_Trouble.DTYPE, described)
+            self._problems.add(Trouble.DTYPE, described)
             return False
         self._casts.append(described)
         return True
@@ -307,7 +246,7 @@ class StandardLoadPlanner(LoadPlanner):
         row = self._stored.find(leaf.fqn, leaf.owner)
         if row is not None:
             if self._metadata.entries.kinds[row] != EntryKind.OBJECT:
-                self._problems.add(_Trouble.SHAPE, f"{leaf.fqn!r} (stored as a tensor, wanted as a Python value)")
+                self._problems.add(Trouble.SHAPE, f"{leaf.fqn!r} (stored as a tensor, wanted as a Python value)")
                 return
             self._want_object(row, leaf, leaf.path, ())
             return
@@ -319,7 +258,7 @@ class StandardLoadPlanner(LoadPlanner):
                 self._plan_object(child)
         elif below:
             self._problems.add(
-                _Trouble.MISSING,
+                Trouble.MISSING,
                 f"{leaf.fqn!r} (stored with tensors in it, such as {below[0]!r}, but the target has no place for them; "
                 "for an optimizer call hpdcp.allocate_optimizer_state first)",
             )
@@ -334,7 +273,7 @@ class StandardLoadPlanner(LoadPlanner):
             if row is not None and self._metadata.entries.kinds[row] == EntryKind.OBJECT:
                 self._want_object(row, leaf, leaf.path, tuple(leaf.path[depth:]))
                 return
-        self._problems.add(_Trouble.MISSING, self._stored.hint(leaf.fqn))
+        self._problems.add(Trouble.MISSING, self._stored.hint(leaf.fqn))
 
     def _want_object(self, row: int, leaf: Leaf, path: Path, subpath: tuple[Any, ...]) -> None:
         entry = self._metadata.entries[row]
@@ -365,7 +304,7 @@ class StandardLoadPlanner(LoadPlanner):
                     pieces = self._stored.pieces(row, chunk.box)
                     self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
         if not gather.objects and not any(gather.parts):
-            self._problems.add(_Trouble.MISSING, self._stored.hint(leaf.fqn))
+            self._problems.add(Trouble.MISSING, self._stored.hint(leaf.fqn))
         self._gathers.append(gather)
 
     def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
@@ -428,83 +367,6 @@ class _Gather:
         return pick(tree, tuple(self.path))
 
 
-class _Stored:
-    """What the checkpoint holds, as a load looks things up in it."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        self._metadata = metadata
-        self._indexes: dict[int, tuple[BoxIndex, dict[Box, int], np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
-        self._names: list[str] | None = None
-
-    def find(self, fqn: str, owner: int | None) -> int | None:
-        """Row of the entry; state that every rank keeps for itself is found by its owner only."""
-        return self._metadata.find(fqn, owner)
-
-    def pieces(self, row: int, want: Box) -> Iterator[tuple[int, Box, Box]]:
-        """(row of a stored chunk, its box, what of `want` it covers), identical boxes once."""
-        rows = self._metadata.chunk_rows(row)
-        if len(rows) == 1:
-            have = Box(*self._metadata.chunks.box(rows[0]))
-            part = intersect(want, have)
-            if part is not None:
-                yield rows[0], have, part
-            return
-        index, exact, offsets, sizes = self._index(self._metadata.resolve(row), rows)
-        if want in exact:
-            yield exact[want], want, want
-            return
-        seen: set[Box] = set()
-        for found in index.overlapping(want).tolist():
-            have = Box(tuple(offsets[found].tolist()), tuple(sizes[found].tolist()))
-            part = intersect(want, have)
-            if part is None or have in seen:
-                continue
-            seen.add(have)
-            yield exact[have], have, part
-
-    def _index(
-        self, row: int, rows: range
-    ) -> tuple[BoxIndex, dict[Box, int], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        if row not in self._indexes:
-            chunks = self._metadata.chunks
-            ndim = len(self._metadata.entries.shape(row))
-            first, last = (
-                (int(chunks.ends[rows[0] - 1]) if len(rows) and rows[0] else 0),
-                (int(chunks.ends[rows[-1]]) if len(rows) else 0),
-            )
-            offsets = chunks.offsets[first:last].reshape(len(rows), ndim)
-            sizes = chunks.sizes[first:last].reshape(len(rows), ndim)
-            exact: dict[Box, int] = {}
-            for number, (a, b) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
-                exact.setdefault(Box(tuple(a), tuple(b)), rows[number])
-            self._indexes[row] = (BoxIndex(offsets, sizes), exact, offsets, sizes)
-        return self._indexes[row]
-
-    def below(self, fqn: str) -> list[str]:
-        """A few stored names inside `fqn`."""
-        prefix = f"{fqn}."
-        return list(itertools.islice((name for name in self._all_names() if name.startswith(prefix)), 3))
-
-    def owned_at_or_below(self, path: Path) -> list[int]:
-        """Rows of state that ranks keep for themselves, at `path` or inside it."""
-        entries = self._metadata.entries
-        owned = np.flatnonzero(entries.owners >= 0).tolist()
-        return [row for row in owned if decode_path(entries.paths[row])[: len(path)] == tuple(path)]
-
-    def hint(self, fqn: str) -> str:
-        """The name, with those stored that look most like it."""
-        names = self._all_names()
-        tail = fqn.rpartition(".")[2]
-        pool = [name for name in names if name.endswith(tail)] or names
-        near = difflib.get_close_matches(fqn, pool[:2000], n=2, cutoff=0.6)
-        return f"{fqn!r}" + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
-
-    def _all_names(self) -> list[str]:
-        if self._names is None:
-            self._names = list(self._metadata.state_dict_metadata)
-        return self._names
-
-
 def _tied_names(leaves: Sequence[Leaf]) -> dict[str, str]:
     """fqn → the name it is tied to, for tensors that are the same memory; that name is the first in order."""
     groups: dict[Any, list[str]] = {}
@@ -540,8 +402,3 @@ def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
     except (RuntimeError, TypeError):
         return False
     return True
-
-
-def _list(parts: Sequence[str]) -> str:
-    more = f", and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
-    return ", ".join(parts[:_MOST_NAMED]) + more

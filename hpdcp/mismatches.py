@@ -1,0 +1,79 @@
+"""What does not fit between a state dict and a checkpoint: gathered first, then said all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Final
+
+from hpdcp.errors import (
+    CoverageError,
+    DtypeMismatchError,
+    LoadMismatchError,
+    MissingKeysError,
+    ShapeMismatchError,
+    UnsupportedTypeError,
+    WorldSizeError,
+)
+
+_MOST_NAMED: Final = 50
+"""Names that one error spells out."""
+
+
+class Trouble(Enum):
+    """A way in which a wanted key and the checkpoint do not fit: its error, what to say, and what to do about it."""
+
+    MISSING = (
+        MissingKeysError,
+        "are not in the checkpoint",
+        "Correct their names, or load what is there with StandardLoadPlanner(allow_partial_load=True).",
+    )
+    SHAPE = (ShapeMismatchError, "are stored as something else", "Build the model as it was when it was saved.")
+    HOLE = (CoverageError, "are not stored in full", "Load an earlier checkpoint.")
+    DTYPE = (
+        DtypeMismatchError,
+        "cannot be cast",
+        "Use the stored dtype, or StandardLoadPlanner(allow_dtype_cast=True).",
+    )
+    WORLD = (
+        WorldSizeError,
+        "belong to another number of ranks",
+        "Mark the target as PerRank.all(...) to be handed every rank's value.",
+    )
+    REFUSED = (UnsupportedTypeError, "cannot be loaded into", "Materialise or copy these targets first.")
+
+    def __init__(self, error: type[LoadMismatchError | UnsupportedTypeError], what: str, advice: str) -> None:
+        self.error = error
+        self.what = what
+        self.advice = advice
+
+
+class Problems:
+    """What does not fit, gathered over the whole state dict before anything is said."""
+
+    def __init__(self) -> None:
+        self._found: dict[Trouble, list[str]] = {trouble: [] for trouble in Trouble}
+
+    def add(self, trouble: Trouble, key: str) -> None:
+        self._found[trouble].append(key)
+
+    def forgive(self, *troubles: Trouble) -> tuple[str, ...]:
+        """Forget these kinds, and say which keys they were about."""
+        keys = tuple(key for trouble in troubles for key in self._found[trouble])
+        self._found |= {trouble: [] for trouble in troubles}
+        return keys
+
+    def raise_if_any(self) -> None:
+        """One error with everything; of the closest class when there is only one kind of problem."""
+        found = {trouble: keys for trouble, keys in self._found.items() if keys}
+        if found:
+            lines = [
+                f"{len(keys)} keys {trouble.what}: {listed(keys)}. {trouble.advice}" for trouble, keys in found.items()
+            ]
+            raise (next(iter(found)).error if len(found) == 1 else LoadMismatchError)("; ".join(lines))
+
+
+def listed(parts: Sequence[str]) -> str:
+    """The parts as text, the first few spelled out."""
+    more = f", and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
+    return ", ".join(parts[:_MOST_NAMED]) + more

@@ -1,0 +1,91 @@
+"""What a checkpoint holds, as a load looks things up in it."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hpdcp.geometry import Box, BoxIndex, intersect
+from hpdcp.metadata import Metadata
+from hpdcp.paths import Path, decode_path
+
+
+class Stored:
+    """What the checkpoint holds, as a load looks things up in it."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._indexes: dict[int, tuple[BoxIndex, dict[Box, int], np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
+        self._names: list[str] | None = None
+
+    def find(self, fqn: str, owner: int | None) -> int | None:
+        """Row of the entry; state that every rank keeps for itself is found by its owner only."""
+        return self._metadata.find(fqn, owner)
+
+    def pieces(self, row: int, want: Box) -> Iterator[tuple[int, Box, Box]]:
+        """(row of a stored chunk, its box, what of `want` it covers), identical boxes once."""
+        rows = self._metadata.chunk_rows(row)
+        if len(rows) == 1:
+            have = Box(*self._metadata.chunks.box(rows[0]))
+            part = intersect(want, have)
+            if part is not None:
+                yield rows[0], have, part
+            return
+        index, exact, offsets, sizes = self._index(self._metadata.resolve(row), rows)
+        if want in exact:
+            yield exact[want], want, want
+            return
+        seen: set[Box] = set()
+        for found in index.overlapping(want).tolist():
+            have = Box(tuple(offsets[found].tolist()), tuple(sizes[found].tolist()))
+            part = intersect(want, have)
+            if part is None or have in seen:
+                continue
+            seen.add(have)
+            yield exact[have], have, part
+
+    def _index(
+        self, row: int, rows: range
+    ) -> tuple[BoxIndex, dict[Box, int], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        if row not in self._indexes:
+            chunks = self._metadata.chunks
+            ndim = len(self._metadata.entries.shape(row))
+            first, last = (
+                (int(chunks.ends[rows[0] - 1]) if len(rows) and rows[0] else 0),
+                (int(chunks.ends[rows[-1]]) if len(rows) else 0),
+            )
+            offsets = chunks.offsets[first:last].reshape(len(rows), ndim)
+            sizes = chunks.sizes[first:last].reshape(len(rows), ndim)
+            exact: dict[Box, int] = {}
+            for number, (a, b) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
+                exact.setdefault(Box(tuple(a), tuple(b)), rows[number])
+            self._indexes[row] = (BoxIndex(offsets, sizes), exact, offsets, sizes)
+        return self._indexes[row]
+
+    def below(self, fqn: str) -> list[str]:
+        """A few stored names inside `fqn`."""
+        prefix = f"{fqn}."
+        return list(itertools.islice((name for name in self._all_names() if name.startswith(prefix)), 3))
+
+    def owned_at_or_below(self, path: Path) -> list[int]:
+        """Rows of state that ranks keep for themselves, at `path` or inside it."""
+        entries = self._metadata.entries
+        owned = np.flatnonzero(entries.owners >= 0).tolist()
+        return [row for row in owned if decode_path(entries.paths[row])[: len(path)] == tuple(path)]
+
+    def hint(self, fqn: str) -> str:
+        """The name, with those stored that look most like it."""
+        names = self._all_names()
+        tail = fqn.rpartition(".")[2]
+        pool = [name for name in names if name.endswith(tail)] or names
+        near = difflib.get_close_matches(fqn, pool[:2000], n=2, cutoff=0.6)
+        return f"{fqn!r}" + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
+
+    def _all_names(self) -> list[str]:
+        if self._names is None:
+            self._names = list(self._metadata.state_dict_metadata)
+        return self._names
