@@ -1,0 +1,189 @@
+"""The command line: what it prints, and the status it exits with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpdcp
+from hpdcp.cli import main
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "step_3"
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4) for _ in range(11)]), "head": nn.Linear(4, 4)})
+    model["head"].weight = model["layers"][0].weight
+    state = {
+        "model": model.state_dict(),
+        "step": 3,
+        "[red]odd\x1b[31m": 1,
+        "rng": hpdcp.PerRank({"cpu": torch.get_rng_state(), "worker": 2}),
+    }
+    hpdcp.save(state, checkpoint_id=folder)
+    return folder
+
+
+class Command:
+    """Runs the command line in this process."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+
+    def __call__(self, *arguments: object, status: int = 0) -> str:
+        """stdout, or stderr where the status is not 0 and stdout is empty."""
+        self._capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main([str(argument) for argument in arguments])
+        out, err = self._capfd.readouterr()
+        assert exit_.value.code == status, err
+        assert "Traceback" not in err
+        return out or err
+
+
+@pytest.fixture
+def hpdcp_command(capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(capfd)
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    return {cells[0]: cells[1:] for line in output.splitlines() if (cells := line.split())}
+
+
+def test_inspect_shows_a_table_of_everything_and_totals(checkpoint: Path, hpdcp_command: Command) -> None:
+    output = hpdcp_command("inspect", checkpoint)
+    table = rows(output)
+    assert str(checkpoint) in output
+    assert "saved by 1 rank · attempt" in output
+    assert "layout safetensors · format 1.0" in output
+    # The tied name that comes first in the alphabet is the one that stores the bytes.
+    assert table["model.head.weight"] == ["float32", "[4,", "4]", "1", "1", "64", "B"]
+    assert table["model.layers.10.bias"] == ["float32", "[4]", "1", "1", "16", "B"]
+    assert table["model.layers.0.weight"] == ["model.head.weight"]
+    assert table["rng.cpu"][:2] == ["0", "uint8"]
+    assert table["rng.worker"][:3] == ["0", "Python", "value"]
+    assert table["step"] == ["1", "B"]
+    assert "23 tensors, 2 Python values, 2 names per rank, 1 tied name:" in output
+    names = list(table)
+    assert names.index("model.layers.2.bias") < names.index("model.layers.10.bias")
+
+
+def test_names_cannot_speak_to_the_terminal(checkpoint: Path, hpdcp_command: Command) -> None:
+    for options in ([], ["--tree"]):
+        output = hpdcp_command("inspect", checkpoint, *options)
+        assert r"[red]odd\x1b[31m" in output
+        assert "\x1b" not in output
+
+
+def test_a_table_can_be_cut(checkpoint: Path, hpdcp_command: Command) -> None:
+    output = hpdcp_command("inspect", checkpoint, "--limit", 2)
+    assert "… and 21 more in the column 'tensor'" in output
+    assert "model.layers.5.bias" not in output
+
+
+def test_a_filter_leaves_only_names_that_match(checkpoint: Path, hpdcp_command: Command) -> None:
+    output = hpdcp_command("inspect", checkpoint, "--filter", "model.layers.1*.bias")
+    assert {name for name in rows(output) if name.startswith("model.")} == {
+        "model.layers.1.bias",
+        "model.layers.10.bias",
+    }
+    assert "step" not in rows(output)
+
+
+def test_the_tree_adds_up_branches(checkpoint: Path, hpdcp_command: Command) -> None:
+    lines = hpdcp_command("inspect", checkpoint, "--tree").splitlines()
+    (model,) = [line for line in lines if line.startswith("model ")]
+    assert model.endswith("896 B"), "12 biases of 16 B and 11 weights of 64 B; one more is tied"
+    assert any("weight  tied to model.head.weight" in line for line in lines)
+    assert any("cpu  uint8 [" in line and "per rank" in line for line in lines)
+
+
+def test_json_is_one_document_that_says_the_same(checkpoint: Path, hpdcp_command: Command) -> None:
+    document: dict[str, Any] = json.loads(hpdcp_command("inspect", checkpoint, "--json"))
+    entries = {entry["fqn"]: entry for entry in document["entries"]}
+    assert document["world_size"] == 1
+    assert document["by_rank"] is False
+    assert entries["model.layers.3.weight"] == {
+        "fqn": "model.layers.3.weight", "kind": "tensor", "dtype": "float32", "shape": [4, 4], "owner": None,
+        "alias_of": "", "chunks": 1, "files": ["_rank0_.safetensors"], "nbytes": 64,
+    }  # fmt: skip
+    assert entries["model.layers.0.weight"]["alias_of"] == "model.head.weight"
+    assert entries["rng.cpu"]["owner"] == 0
+    sizes = {file["key"]: file["size"] for file in document["files"]}
+    assert sizes == {key: (checkpoint / key).stat().st_size for key in ("_rank0_.safetensors", "_rank0_.bytes")}
+    assert document["file_bytes"] == sum(sizes.values())
+
+
+def test_verify_exits_with_0_for_a_sound_checkpoint(checkpoint: Path, hpdcp_command: Command) -> None:
+    assert hpdcp_command("verify", checkpoint).startswith(f"sound: {checkpoint}: 2 files,")
+    document = json.loads(hpdcp_command("verify", checkpoint, "--json"))
+    assert document["is_sound"] is True
+    assert document["damages"] == []
+
+
+def test_verify_exits_with_1_and_says_what_is_damaged(tmp_path: Path, hpdcp_command: Command) -> None:
+    hpdcp.save({"w": torch.ones(100), "note": "hello"}, checkpoint_id=tmp_path)
+    file = tmp_path / "_rank0_.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    output = hpdcp_command("verify", tmp_path, status=1)
+    assert "_rank0_.safetensors" in output
+    assert "its checksum differs" in output
+    assert "DAMAGED" in output
+    document = json.loads(hpdcp_command("verify", tmp_path, "--json", status=1))
+    (damage,) = document["damages"]
+    assert (damage["fqn"], damage["length"]) == ("w", 400)
+
+
+def test_config_show_says_where_each_value_comes_from(monkeypatch: pytest.MonkeyPatch, hpdcp_command: Command) -> None:
+    monkeypatch.setenv("HPDCP_VERIFY", "always")
+    monkeypatch.setenv("HPDCP_BACKENDS__S3__STORAGE_OPTIONS__SECRET", "tell-nobody")
+    output = hpdcp_command("config", "show")
+    assert rows(output)["verify"] == ["'always'", "environment", "variable", "HPDCP_VERIFY"]
+    assert rows(output)["layout"] == ["'safetensors'", "default"]
+    assert "tell-nobody" not in output
+    document = json.loads(hpdcp_command("config", "show", "--json"))
+    assert {"key": "layout", "value": "'safetensors'", "origin": "default"} in document
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_errors_are_one_line(verb: str, tmp_path: Path, hpdcp_command: Command) -> None:
+    assert hpdcp_command(verb, tmp_path / "nowhere", status=1).count("\n") == 1
+    (tmp_path / ".metadata").write_bytes(b"not a checkpoint at all")
+    message = hpdcp_command(verb, tmp_path, status=1)
+    assert message.startswith("hpdcp: ")
+    assert ".metadata" in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["explode"], ["inspect"], ["inspect", ""], ["inspect", "x", "--wide"], ["inspect", "x", "--json", "--tree"]],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], hpdcp_command: Command) -> None:
+    assert hpdcp_command(*arguments, status=2)
+
+
+def test_a_wrong_configuration_is_wrong_usage(monkeypatch: pytest.MonkeyPatch, hpdcp_command: Command) -> None:
+    monkeypatch.setenv("HPDCP_VERIFY", "sometimes")
+    assert "HPDCP_VERIFY" in hpdcp_command("config", "show", status=2)
+
+
+def test_the_version_is_told(hpdcp_command: Command) -> None:
+    assert hpdcp_command("--version").startswith("hpdcp ")
+
+
+def test_without_the_extra_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, hpdcp_command: Command) -> None:
+    monkeypatch.setattr("hpdcp.cli.find_spec", lambda name: None if name == "typer" else object())
+    monkeypatch.delitem(sys.modules, "hpdcp.commands", raising=False)
+    assert hpdcp_command("inspect", "x", status=2) == (
+        'hpdcp: the command line needs typer: pip install "hpdcp[cli]"\n'
+    )
