@@ -94,12 +94,11 @@ class _Load:
 
     def _covered_by(self, own: Metadata, alone: Exchange) -> bool:
         try:
-            self._load_from(own, alone)
+            return self._load_from(own, alone, only_if_complete=True)
         except LoadMismatchError:
             return False
-        return True
 
-    def _load_from(self, metadata: Metadata, exchange: Exchange) -> None:
+    def _load_from(self, metadata: Metadata, exchange: Exchange, *, only_if_complete: bool = False) -> bool:
         collective = not isinstance(exchange, Alone)
         context = PlannerContext(
             exchange.rank, exchange.world_size, exchange.is_coordinator, collective, self._reader.allow_pickle
@@ -113,9 +112,12 @@ class _Load:
 
         with stage("all_gather_object"):
             part = exchange.plan("planning the load", plan_locally, self._plan_globally)
+        if only_if_complete and not self._planner.complete:
+            return False
         self.reading = True
         exchange.agree("reading", lambda: self._read(part))
         exchange.agree("finishing the load", self._planner.finish_load)
+        return True
 
     def _plan_globally(self, parts: list[bytes]) -> list[bytes]:
         with stage("build_global_plan"):

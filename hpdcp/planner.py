@@ -295,6 +295,15 @@ class LoadPlanner(ABC):
     def build_local_plan(self) -> LoadPlan:
         """What this rank needs, each item from one stored chunk."""
 
+    @property
+    def complete(self) -> bool:
+        """After `build_local_plan`: whether the plan fills all that is wanted.
+
+        Where ranks saved each for itself and this rank's record is not enough, the load starts again from 1 with the
+        records of all.
+        """
+        return True
+
     @abstractmethod
     def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
         """Every rank's part, in order of rank."""

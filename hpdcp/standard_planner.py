@@ -166,17 +166,11 @@ class StandardLoadPlanner(LoadPlanner):
         if self._allow_partial_load:
             self.not_loaded = self._problems.forgive(Trouble.MISSING, Trouble.HOLE)
         self._problems.raise_if_any()
-        if self.not_loaded:
-            log_message(
-                logging.WARNING,
-                f"partial load: {len(self.not_loaded)} keys stay as they are: {listed(self.not_loaded)}",
-            )
-        if self._casts:
-            warnings.warn(
-                f"{len(self._casts)} tensors are cast to their target's dtype: {listed(self._casts)}.",
-                stacklevel=2,
-            )
         return LoadPlan(self._items)
+
+    @property
+    def complete(self) -> bool:
+        return not self.not_loaded
 
     def _plan_leaf(self, leaf: Leaf, filled: set[Any]) -> None:
         if leaf.owner is not None and self._metadata.world_size != self._context.world_size:
@@ -311,6 +305,17 @@ class StandardLoadPlanner(LoadPlanner):
         return list(plans)
 
     def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+        # Here, not in the local plan: that one may be given up for another checkpoint or for all ranks' records.
+        if self.not_loaded:
+            log_message(
+                logging.WARNING,
+                f"partial load: {len(self.not_loaded)} keys stay as they are: {listed(self.not_loaded)}",
+            )
+        if self._casts:
+            warnings.warn(
+                f"{len(self._casts)} tensors are cast to their target's dtype: {listed(self._casts)}.",
+                stacklevel=2,
+            )
         return plan
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.job import Job, job, under_torchrun
 
@@ -34,6 +35,13 @@ def folder(ranks: Job, tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    joined = item.config.stash.get(_JOB, None)
+    if joined is not None:
+        joined.enter(item.nodeid)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """A test that fails on one rank fails on all, and no rank goes on to the next test before all are through."""
@@ -46,11 +54,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     except BaseException as error:  # noqa: BLE001  # skips and failures are raised past Exception
         mine = error
     try:
-        outcomes = joined.gather(None if mine is None else f"{type(mine).__name__}: {mine}"[:2000])
-    except RuntimeError as error:
+        outcomes = joined.leave(None if mine is None else f"{type(mine).__name__}: {mine}"[:2000])
+    except dist.DistStoreError as error:
         # A rank is lost or stuck: whatever follows could only hang.
         pyfuncitem.session.shouldstop = f"not all ranks finished {pyfuncitem.name}: {error}"
         raise AssertionError(pyfuncitem.session.shouldstop) from mine
+    joined.enter(f"{pyfuncitem.nodeid}/teardown")
     if mine is not None:
         raise mine
     others = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text is not None]

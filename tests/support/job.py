@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
 """A collective that some rank never reaches ends here, long before the time limit of the whole run."""
-_REPORT_TIMEOUT: Final = timedelta(seconds=90)
+_REPORT_SECONDS: Final = 90
 """Longer than the group's, so that a rank stuck in a collective can still report it."""
+
+
+class AnotherRankFailedError(Exception):
+    """Raised where ranks meet, on those that are well."""
 
 
 def under_torchrun() -> bool:
@@ -35,16 +40,38 @@ class Job:
     device: torch.device
     store: dist.Store
     _meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = field(default_factory=dict)
+    _phase: str = ""
     _steps: int = 0
 
+    def enter(self, phase: str) -> None:
+        """Count steps from one again, under a name of their own: what a rank left out before has no effect any more."""
+        self._phase, self._steps = phase, 0
+
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in order of rank, on every rank."""
+        """Every rank's `value`, in order of rank, on every rank; raises as soon as a rank has left the phase."""
         self._steps += 1
-        prefix = f"tests/{self._steps}"
-        self.store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
-        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
-        self.store.wait(keys, _REPORT_TIMEOUT)
-        return [pickle.loads(self.store.get(key)) for key in keys]
+        return self._exchange(f"{self._phase}/{self._steps}", value, may_leave=True)
+
+    def leave(self, outcome: str | None) -> list[str | None]:
+        """End the phase, with what went wrong in it; every rank's outcome, once all have ended it."""
+        if outcome is not None:
+            self.store.set(f"{self._phase}/left", str(self.rank))
+        return self._exchange(f"{self._phase}/outcome", outcome, may_leave=False)
+
+    def _exchange(self, step: str, value: Any, *, may_leave: bool) -> list[Any]:
+        self.store.set(f"{step}/{self.rank}", pickle.dumps(value))
+        keys = [f"{step}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while True:
+            try:
+                self.store.wait(keys, timedelta(seconds=1))
+            except dist.DistStoreError:
+                if may_leave and self.store.check([f"{self._phase}/left"]):
+                    raise AnotherRankFailedError from None
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return [pickle.loads(self.store.get(key)) for key in keys]
 
     def share(self, value: Any) -> Any:
         """Rank 0's `value` on every rank."""

@@ -1,0 +1,227 @@
+"""`use_collectives=False` and `no_dist=True`: each rank publishes for itself, and a load puts the parts together."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hpdcp
+from hpdcp import PerRank, StandardLoadPlanner
+from hpdcp.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    InvalidArgumentError,
+    MissingKeysError,
+    WorldSizeError,
+)
+from tests.support.job import Job
+from tests.support.layouts import FSDP_TP, FSDP_TP_SAME, LAYOUTS, TP2, TP4, Layout, differing, local_of, sample_tensors
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _save_apart(job: Job, folder: Path, state: dict[str, Any]) -> hpdcp.Metadata:
+    metadata = hpdcp.save(state, checkpoint_id=folder, use_collectives=False)
+    job.barrier()
+    return metadata
+
+
+def _check_load(job: Job, folder: Path, layout: Layout, **arguments: Any) -> None:
+    tensors = sample_tensors()
+    targets = layout.blank_all(job, tensors)
+    hpdcp.load(targets, checkpoint_id=folder, **arguments)
+    assert differing(layout.place_all(job, tensors), targets) == []
+
+
+def test_each_rank_publishes_its_own_metadata_and_nothing_global(ranks: Job, folder: Path) -> None:
+    metadata = _save_apart(ranks, folder, TP4.place_all(ranks, sample_tensors()))
+    assert metadata.settings["rank"] == str(ranks.rank)
+    assert metadata.world_size == 4
+    assert (folder / f"{ranks.rank}.metadata").read_bytes() == metadata.to_bytes()
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == sorted(
+        [f"{rank}.metadata" for rank in range(4)] + [f"_rank{rank}_.safetensors" for rank in range(4)]
+    )
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_a_load_without_global_metadata_falls_back_to_the_ranks_own(
+    ranks: Job, folder: Path, use_collectives: bool
+) -> None:
+    state = {**TP4.place_all(ranks, sample_tensors()), "own": PerRank(ranks.rank), "step": 5}
+    _save_apart(ranks, folder, state)
+    targets = {**TP4.blank_all(ranks, sample_tensors()), "own": PerRank(None), "step": 0}
+    hpdcp.load(targets, checkpoint_id=folder, use_collectives=use_collectives)
+    assert targets.pop("own").value == ranks.rank
+    assert targets.pop("step") == 5
+    assert differing(TP4.place_all(ranks, sample_tensors()), targets) == []
+
+
+def test_no_rank_waits_for_another(ranks: Job, folder: Path) -> None:
+    others = [f"{folder}/saved/{rank}" for rank in range(3)]
+    if ranks.rank == 3:
+        ranks.store.wait(others, timedelta(seconds=30))
+    hpdcp.save(TP4.place_all(ranks, sample_tensors()), checkpoint_id=folder, use_collectives=False)
+    ranks.store.set(f"{folder}/saved/{ranks.rank}", "")
+    ranks.barrier()
+    if ranks.rank == 3:
+        ranks.store.wait([key.replace("saved", "loaded") for key in others], timedelta(seconds=30))
+    _check_load(ranks, folder, TP4, use_collectives=False)
+    ranks.store.set(f"{folder}/loaded/{ranks.rank}", "")
+
+
+@pytest.mark.parametrize("after", LAYOUTS, ids=str)
+def test_where_a_ranks_own_file_does_not_cover_what_it_wants_all_are_merged(
+    ranks: Job, folder: Path, after: Layout
+) -> None:
+    _save_apart(ranks, folder, FSDP_TP_SAME.place_all(ranks, sample_tensors()))
+    _check_load(ranks, folder, after)
+
+
+def test_a_partial_load_takes_from_all_ranks_files_what_is_not_in_its_own(ranks: Job, folder: Path) -> None:
+    tensors = sample_tensors()
+    _save_apart(ranks, folder, TP4.place_all(ranks, tensors))
+    targets: dict[str, Any] = FSDP_TP.blank_all(ranks, tensors)
+    planner = StandardLoadPlanner(allow_partial_load=True)
+    hpdcp.load({**targets, "new": 1}, checkpoint_id=folder, planner=planner)
+    assert planner.not_loaded == ("'new'",)
+    assert differing(FSDP_TP.place_all(ranks, tensors), targets) == []
+
+
+def test_a_key_that_only_another_rank_saved_is_found(ranks: Job, folder: Path) -> None:
+    _save_apart(ranks, folder, {f"of rank {ranks.rank}": torch.full((2,), float(ranks.rank))})
+    other = (ranks.rank + 1) % 4
+    target = {f"of rank {other}": torch.full((2,), ranks.sentinel())}
+    hpdcp.load(target, checkpoint_id=folder)
+    assert target[f"of rank {other}"].tolist() == [other, other]
+    with pytest.raises(MissingKeysError, match="of rank 9"):
+        hpdcp.load({"of rank 9": 0}, checkpoint_id=folder)
+
+
+def test_one_process_alone_loads_what_four_ranks_saved_apart(ranks: Job, folder: Path) -> None:
+    tensors = sample_tensors()
+    _save_apart(ranks, folder, {**TP4.place_all(ranks, tensors), "own": PerRank(ranks.rank)})
+    targets = {name: torch.full_like(full, ranks.sentinel()) for name, full in tensors.items()}
+    hpdcp.load(targets, checkpoint_id=folder, no_dist=True)
+    assert differing(tensors, targets) == []
+    with pytest.raises(WorldSizeError, match=r"PerRank\.all"):
+        hpdcp.load({"own": PerRank(None)}, checkpoint_id=folder, no_dist=True)
+    everyone = {"own": PerRank.all()}
+    hpdcp.load(everyone, checkpoint_id=folder, no_dist=True)
+    assert everyone["own"].value == [0, 1, 2, 3]
+
+
+def test_four_ranks_load_what_one_process_saved_alone(ranks: Job, folder: Path) -> None:
+    if ranks.rank == 3:
+        metadata = hpdcp.save(sample_tensors(), checkpoint_id=folder, no_dist=True)
+        assert metadata.world_size == 1
+        assert sorted(path.name for path in folder.iterdir()) == ["0.metadata", "_rank0_.safetensors"]
+    ranks.barrier()
+    _check_load(ranks, folder, FSDP_TP)
+    _check_load(ranks, folder, TP2, use_collectives=False)
+
+
+def test_the_same_run_may_overwrite_its_own_and_leaves_no_old_files(ranks: Job, folder: Path) -> None:
+    for step in range(3):
+        state = {"w": TP4.place(ranks, torch.full((8, 2), float(step))), "step": step}
+        metadata = _save_apart(ranks, folder, state)
+        listed = set().union(*ranks.gather(set(metadata.files)))
+        found = {path.name for path in folder.iterdir()}
+        assert found == listed | {f"{rank}.metadata" for rank in range(4)}
+        ranks.barrier()
+    targets = {"w": FSDP_TP.blank_all(ranks, {"w": torch.zeros(8, 2)})["w"], "step": -1}
+    hpdcp.load(targets, checkpoint_id=folder)
+    assert bool((local_of(targets["w"]) == 2).all())
+    assert targets["step"] == 2
+
+
+def test_a_folder_of_another_run_is_refused_and_not_changed(
+    ranks: Job, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = TP4.place_all(ranks, sample_tensors())
+    monkeypatch.setenv("HPDCP_RUN_ID", "the first run")
+    _save_apart(ranks, folder, state)
+    before = _contents(folder)
+    monkeypatch.setenv("HPDCP_RUN_ID", "a second run")
+    with pytest.raises(CheckpointExistsError, match="HPDCP_RUN_ID"):
+        hpdcp.save(state, checkpoint_id=folder, use_collectives=False)
+    ranks.barrier()
+    assert _contents(folder) == before
+    ranks.barrier()
+    monkeypatch.setenv("HPDCP_RUN_ID", "the first run")
+    _save_apart(ranks, folder, state)
+
+
+def test_a_checkpoint_that_all_ranks_saved_together_is_refused_and_not_changed(ranks: Job, folder: Path) -> None:
+    state = TP4.place_all(ranks, sample_tensors())
+    hpdcp.save(state, checkpoint_id=folder)
+    before = _contents(folder)
+    with pytest.raises(CheckpointExistsError, match="all ranks saved together"):
+        hpdcp.save(state, checkpoint_id=folder, use_collectives=False)
+    with pytest.raises(CheckpointExistsError, match="all ranks saved together"):
+        hpdcp.save(sample_tensors(), checkpoint_id=folder, no_dist=True)
+    ranks.barrier()
+    assert _contents(folder) == before
+
+
+def test_a_set_of_another_world_size_is_refused_and_not_changed(ranks: Job, folder: Path) -> None:
+    _save_apart(ranks, folder, TP4.place_all(ranks, sample_tensors()))
+    before = _contents(folder)
+    with pytest.raises(CheckpointExistsError, match=r"0\.metadata"):
+        hpdcp.save(sample_tensors(), checkpoint_id=folder, no_dist=True)
+    ranks.barrier()
+    assert _contents(folder) == before
+
+
+def test_a_set_of_mixed_saves_is_refused_on_all_ranks(ranks: Job, folder: Path) -> None:
+    state = TP4.place_all(ranks, sample_tensors())
+    hpdcp.save(state, checkpoint_id=folder, use_collectives=False)
+    if ranks.rank != 1:
+        hpdcp.save(state, checkpoint_id=folder, use_collectives=False)
+    ranks.barrier()
+    targets = TP4.blank_all(ranks, sample_tensors())
+    for arguments in ({}, {"use_collectives": False}, {"no_dist": True}):
+        with pytest.raises(IncompleteCheckpointError, match=r"not one whole save.*rank 0: .*save 2.*rank 1: .*save 1"):
+            hpdcp.load(targets, checkpoint_id=folder, **arguments)
+    assert all(bool((local_of(tensor) == ranks.sentinel()).all()) for tensor in targets.values())
+
+
+def test_a_set_that_lacks_a_rank_is_refused_on_all_ranks(ranks: Job, folder: Path) -> None:
+    _save_apart(ranks, folder, TP4.place_all(ranks, sample_tensors()))
+    if ranks.rank == 0:
+        (folder / "2.metadata").unlink()
+    ranks.barrier()
+    with pytest.raises(IncompleteCheckpointError, match="not one whole save"):
+        hpdcp.load(TP4.blank_all(ranks, sample_tensors()), checkpoint_id=folder)
+
+
+def test_a_save_of_all_ranks_replaces_a_set_that_each_saved_for_itself(ranks: Job, folder: Path) -> None:
+    _save_apart(ranks, folder, {"step": 1, "gone": TP4.place(ranks, torch.zeros(8))})
+    metadata = hpdcp.save({"step": 2}, checkpoint_id=folder)
+    target = {"step": 0}
+    hpdcp.load(target, checkpoint_id=folder)
+    assert target["step"] == 2
+    ranks.barrier()
+    assert {path.name for path in folder.iterdir()} == {".metadata", ".attempt", *metadata.files}
+
+
+def test_no_checkpoint_at_all_is_said_so_on_all_ranks(ranks: Job, folder: Path) -> None:
+    for place in (folder, folder / "not there"):
+        with pytest.raises(CheckpointNotFoundError, match=str(place)):
+            hpdcp.load({"a": 1}, checkpoint_id=place)
+
+
+@pytest.mark.parametrize("broadcast", [{"broadcast_replicated_tensors": True}, {"broadcast_groups": {}}])
+@pytest.mark.parametrize("alone", [{"use_collectives": False}, {"no_dist": True}])
+def test_broadcasting_needs_all_ranks(
+    ranks: Job, folder: Path, broadcast: dict[str, Any], alone: dict[str, bool]
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(alone))):
+        hpdcp.load({"a": 1}, checkpoint_id=folder, **broadcast, **alone)
