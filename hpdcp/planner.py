@@ -15,7 +15,8 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from hpdcp.container import StringColumn, pack_columns, unpack_columns
+from hpdcp.container import pack_columns, unpack_columns
+from hpdcp.load_plan import LoadPlan, LoadTarget, ReadItem, SharedPart
 from hpdcp.metadata import Metadata, MetadataIndex
 from hpdcp.tables import (
     I64,
@@ -24,8 +25,6 @@ from hpdcp.tables import (
     EntryKind,
     EntryTable,
     column,
-    strings_from,
-    strings_to,
 )
 
 
@@ -51,25 +50,6 @@ class WriteItem:
     """TENSOR or OBJECT."""
     nbytes: int
     """Exactly what will be stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadItem:
-    """One box to copy from a stored chunk into a local tensor; or one object to read."""
-
-    dest_index: MetadataIndex
-    """The destination chunk, as this rank holds it."""
-    storage_row: int
-    """Row of the stored chunk in `Metadata.chunks`."""
-    dest_offsets: tuple[int, ...]
-    """Where the box starts in the destination chunk."""
-    storage_offsets: tuple[int, ...]
-    """Where the box starts in the stored chunk."""
-    lengths: tuple[int, ...]
-    """The box's sizes."""
-    kind: EntryKind = EntryKind.TENSOR
-    source: int | None = None
-    """Rank that reads it for the replica group; None when each rank reads its own."""
 
 
 class SavePlan:
@@ -170,70 +150,6 @@ class _LazyItems(Sequence[WriteItem]):
         return map(self._plan.item, range(len(self)))
 
 
-class LoadPlan:
-    """What one rank reads."""
-
-    def __init__(self, items: Sequence[ReadItem], storage_data: Mapping[str, str] | None = None) -> None:
-        self.items: tuple[ReadItem, ...] = tuple(items)
-        self.storage_data: Mapping[str, str] = storage_data or {}
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def with_items(self, items: Sequence[ReadItem]) -> LoadPlan:
-        """Other items, the same storage data."""
-        return LoadPlan(items, self.storage_data)
-
-    def to_bytes(self) -> bytes:
-        """For the exchange between ranks: columns, no pickle."""
-        items = self.items
-        dest = ChunkTable.from_boxes(range(len(items)), [(i.dest_index.offsets, i.dest_index.sizes) for i in items])
-        part = ChunkTable.from_boxes(range(len(items)), [(i.dest_offsets, i.lengths) for i in items])
-        columns: dict[str, np.ndarray[Any, np.dtype[Any]]] = {
-            **dest.to_columns("dest."),
-            **part.to_columns("part."),
-            "storage.row": np.array([i.storage_row for i in items], dtype=np.int64),
-            "storage.offsets": np.array([x for i in items for x in i.storage_offsets], dtype=np.int64),
-            "owner": np.array(
-                [-1 if i.dest_index.owner is None else i.dest_index.owner for i in items], dtype=np.int64
-            ),
-            "source": np.array([-1 if i.source is None else i.source for i in items], dtype=np.int64),
-            "kind": np.array([i.kind for i in items], dtype=np.uint8),
-        }
-        strings_to(columns, "fqn", StringColumn.from_strings([i.dest_index.fqn for i in items]))
-        return pack_columns(columns, self.storage_data)
-
-    @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> LoadPlan:
-        columns, storage_data = unpack_columns(data, where="a load plan")
-        dest, part = ChunkTable.from_columns(columns, "dest."), ChunkTable.from_columns(columns, "part.")
-        begins = ChunkTable(part.entry, part.ends, column(columns, "storage.offsets", np.int64), part.sizes)
-        items = []
-        rows = zip(
-            strings_from(columns, "fqn"),
-            column(columns, "storage.row", np.int64).tolist(),
-            column(columns, "owner", np.int64).tolist(),
-            column(columns, "source", np.int64).tolist(),
-            column(columns, "kind", np.uint8).tolist(),
-            strict=True,
-        )
-        for i, (fqn, storage_row, owner, source, kind) in enumerate(rows):
-            index = MetadataIndex(fqn, *dest.box(i), None if owner < 0 else owner)
-            dest_offsets, lengths = part.box(i)
-            items.append(
-                ReadItem(
-                    index,
-                    storage_row,
-                    dest_offsets,
-                    begins.box(i)[0],
-                    lengths,
-                    EntryKind(kind),
-                    None if source < 0 else source,
-                )
-            )
-        return cls(items, storage_data)
-
-
 class SavePlanner(ABC):
     """Decides what each rank stores. One save calls, in this order:
 
@@ -327,3 +243,16 @@ class LoadPlanner(ABC):
     @abstractmethod
     def finish_load(self) -> None:
         """Put Python values back into the state dict and call `load_state_dict` where the state has one."""
+
+
+__all__ = [
+    "LoadPlan",
+    "LoadPlanner",
+    "LoadTarget",
+    "PlannerContext",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "SharedPart",
+    "WriteItem",
+]
