@@ -276,7 +276,7 @@ class FileSystemReader(StorageReader):
     def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:
         with self._missing_files_explained():
             self._layout.check(self.backend, self._known, plan.items)
-        return LoadPlan(plan.items, {"url": self.backend.url})
+        return plan.with_storage_data({"url": self.backend.url})
 
     def optimize_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
         _check_one_place([plan.storage_data for plan in plans], self.backend.url)

@@ -5,6 +5,7 @@ Held as columns, like a save plan; items, targets and shared parts become object
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -121,7 +122,7 @@ class SharedColumns:
         """The groups' ranks, in order."""
         bounds = [0, *self.group_ends.tolist()]
         ranks = self.group_ranks.tolist()
-        return [tuple(ranks[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [tuple(ranks[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def to_columns(self) -> dict[str, npt.NDArray[np.generic]]:
         columns: dict[str, npt.NDArray[np.generic]] = {

@@ -20,7 +20,7 @@ from hpdcp.geometry import Box, intersect, missing, relative
 from hpdcp.metadata import Metadata, MetadataIndex
 from hpdcp.mismatches import Problems, Trouble, listed
 from hpdcp.paths import Path, build_tree, decode_path, encode_path
-from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, ReadItem, SavePlan, SavePlanner, WriteItem
+from hpdcp.planner import LoadPlan, LoadPlanner, LoadTarget, PlannerContext, ReadItem, SavePlan, SavePlanner, WriteItem
 from hpdcp.replicas import drop_duplicates
 from hpdcp.sharding import LocalChunk, LocalShards, local_shards, tie_key
 from hpdcp.stored import Stored
@@ -153,6 +153,7 @@ class StandardLoadPlanner(LoadPlanner):
         self._values: list[tuple[_ObjectTarget, Any]] = []
         self._gathers: list[_Gather] = []
         self._casts: list[str] = []
+        self._shareable: list[LoadTarget] = []
         self.not_loaded = ()
 
     def build_local_plan(self) -> LoadPlan:
@@ -166,7 +167,7 @@ class StandardLoadPlanner(LoadPlanner):
         if self._allow_partial_load:
             self.not_loaded = self._problems.forgive(Trouble.MISSING, Trouble.HOLE)
         self._problems.raise_if_any()
-        return LoadPlan(self._items)
+        return LoadPlan.build(self._items, self._shareable)
 
     @property
     def complete(self) -> bool:
@@ -215,6 +216,10 @@ class StandardLoadPlanner(LoadPlanner):
         for chunk in shards.chunks:
             index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
             self._targets[index] = (shards, chunk)
+            if leaf.owner is None:
+                memory = shards.view(chunk)
+                direct = device.is_host(memory) and memory.is_contiguous() and not (memory.is_conj() or memory.is_neg())
+                self._shareable.append(LoadTarget(index, dtype_name(shards.dtype), direct))
             pieces = list(self._stored.pieces(row, chunk.box))
             self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
             hole = missing(chunk.box, [part for _, _, part in pieces])
