@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from hpdcp.geometry import Box, BoxIndex, intersect
 from hpdcp.metadata import Metadata
 from hpdcp.paths import Path, decode_path
+
+_MOST_HINTED: Final = 20
+"""Names that near ones are looked up for: each costs milliseconds, and thousands may be missing."""
+_MOST_COMPARED: Final = 300
 
 
 class Stored:
@@ -21,6 +26,7 @@ class Stored:
         self._metadata = metadata
         self._indexes: dict[int, tuple[BoxIndex, dict[Box, int], np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
         self._names: list[str] | None = None
+        self._hinted = 0
 
     def find(self, fqn: str, owner: int | None) -> int | None:
         """Row of the entry; state that every rank keeps for itself is found by its owner only."""
@@ -68,8 +74,7 @@ class Stored:
 
     def below(self, fqn: str) -> list[str]:
         """A few stored names inside `fqn`."""
-        prefix = f"{fqn}."
-        return list(itertools.islice((name for name in self._all_names() if name.startswith(prefix)), 3))
+        return list(itertools.islice(self._beginning_with(f"{fqn}."), 3))
 
     def owned_at_or_below(self, path: Path) -> list[int]:
         """Rows of state that ranks keep for themselves, at `path` or inside it."""
@@ -78,14 +83,38 @@ class Stored:
         return [row for row in owned if decode_path(entries.paths[row])[: len(path)] == tuple(path)]
 
     def hint(self, fqn: str) -> str:
-        """The name, with those stored that look most like it."""
-        names = self._all_names()
-        tail = fqn.rpartition(".")[2]
-        pool = [name for name in names if name.endswith(tail)] or names
-        near = difflib.get_close_matches(fqn, pool[:2000], n=2, cutoff=0.6)
+        """The name, with those stored that look most like it; the name alone once many have been asked for."""
+        self._hinted += 1
+        if self._hinted > _MOST_HINTED:
+            return repr(fqn)
+        near = difflib.get_close_matches(fqn, self._lookalikes(fqn), n=2, cutoff=0.6)
         return f"{fqn!r}" + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
+
+    def _lookalikes(self, fqn: str) -> list[str]:
+        """Stored names that end as `fqn` does, or begin so, in as many components as any do."""
+        parts = fqn.split(".")
+        found: list[str] = []
+        for count in range(len(parts), 0, -1):
+            tail = ".".join(parts[-count:])
+            ends = (name for name in self._all_names() if name == tail or name.endswith(f".{tail}"))
+            found = list(itertools.islice(ends, _MOST_COMPARED))
+            if found:
+                break
+        for count in range(len(parts) - 1, 0, -1):
+            begins = list(itertools.islice(self._beginning_with(".".join(parts[:count]) + "."), _MOST_COMPARED))
+            if begins:
+                return found + begins
+        return found or self._all_names()[:_MOST_COMPARED]
+
+    def _beginning_with(self, prefix: str) -> Iterator[str]:
+        names = self._all_names()
+        for position in range(bisect.bisect_left(names, prefix), len(names)):
+            if not names[position].startswith(prefix):
+                return
+            yield names[position]
 
     def _all_names(self) -> list[str]:
         if self._names is None:
+            # Sorted: UTF-8 and Python order strings alike.
             self._names = list(self._metadata.state_dict_metadata)
         return self._names
