@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -32,6 +33,8 @@ FORMAT_VERSION: Final = (1, 0)
 """(major, minor) of what this version writes; a newer major is refused, a newer minor is read."""
 BLOCK_BYTES: Final = 4 << 20
 """One crc32c covers this many bytes of an extent; the last block of an extent may be shorter."""
+MOST_RANKS: Final = 1 << 20
+"""Ranks that a checkpoint may say it was saved by; a forged number must not decide how much memory a load takes."""
 HEAD_BYTES: Final = 4096
 """How much of a data file's start its mark covers: enough for the attempt id that its header begins with."""
 
@@ -345,16 +348,38 @@ class Metadata:
         first = starts_of(entries.shape_ends)[chunks.entry]
         within = np.arange(len(chunks.offsets), dtype=np.int64) - np.repeat(starts_of(chunks.ends), owned)
         limits = dims[np.repeat(first, owned) + within] if len(chunks.offsets) else dims[:0]
-        low, high = chunks.offsets, chunks.offsets + chunks.sizes
-        if bool((dims < 0).any() or (low < 0).any() or (chunks.sizes < 0).any() or (high > limits).any()):
+        # Differences, since a sum of two forged numbers may wrap around.
+        if bool((dims < 0).any() or (chunks.offsets < 0).any() or (chunks.sizes < 0).any()) or bool(
+            (chunks.offsets > limits - chunks.sizes).any()
+        ):
             raise ValueError("a chunk reaches beyond its tensor")
-        ends = storage.offset + storage.length
-        sizes = storage.file_sizes[storage.file] if m else ends
-        if bool((storage.offset < 0).any() or (storage.length < 0).any() or (ends > sizes).any()):
+        sizes = storage.file_sizes[storage.file] if m else storage.length
+        if bool((storage.offset < 0).any() or (storage.length < 0).any() or (storage.file_sizes < 0).any()) or bool(
+            (storage.offset > sizes - storage.length).any()
+        ):
             raise ValueError("an extent reaches beyond its file")
         blocks = -(-storage.length // BLOCK_BYTES)
         if bool((storage.crc_ends - starts_of(storage.crc_ends) != blocks).any()):
             raise ValueError("an extent has another number of checksums than blocks")
+        self._check_entries()
+
+    def _check_entries(self) -> None:
+        ranks = _count_of("world_size", self.settings.get("world_size", "1"), 1, MOST_RANKS + 1)
+        if "rank" in self.settings:
+            _count_of("rank", self.settings["rank"], 0, ranks)
+        entries = self.entries
+        if len(entries) and not -1 <= int(entries.owners.min()) <= int(entries.owners.max()) < ranks:
+            raise ValueError(f"column entry.owner names ranks beyond the {ranks} that saved")
+        stored = np.bincount(self.chunks.entry, minlength=len(entries))
+        if bool(((entries.kinds == EntryKind.OBJECT) & ((stored == 0) | (entries.ndims() > 0))).any()):
+            raise ValueError("a Python value has no bytes, or a shape")
+        for row in np.flatnonzero(entries.kinds == EntryKind.ALIAS).tolist():
+            name, other = entries.fqns[row], entries.targets[row]
+            target = self.find(other)
+            if target is None or entries.kinds[target] != EntryKind.TENSOR or stored[row]:
+                raise ValueError(f"{name!r} is tied to {other!r}, which is no stored tensor")
+            if (entries.dtype(row), entries.shape(row)) != (entries.dtype(target), entries.shape(target)):
+                raise ValueError(f"{name!r} is tied to {other!r}, which is another tensor")
 
 
 def check_format(settings: Mapping[str, str], *, where: str) -> None:
@@ -363,11 +388,18 @@ def check_format(settings: Mapping[str, str], *, where: str) -> None:
     if name != FORMAT_NAME:
         raise UnsupportedFormatError(f"{where} is not hpdcp metadata (format {name!r}, expected {FORMAT_NAME!r}).")
     major = version.partition(".")[0]
-    if not major.isdigit() or int(major) > FORMAT_VERSION[0]:
+    if re.fullmatch("[0-9]{1,9}", major) is None or int(major) > FORMAT_VERSION[0]:
         raise UnsupportedFormatError(
             f"{where} has format version {version!r}; this hpdcp reads up to {FORMAT_VERSION[0]}.x. "
             "Upgrade hpdcp to read it."
         )
+
+
+def _count_of(name: str, text: str, least: int, stop: int) -> int:
+    """The number that the setting `name` gives; ValueError unless it lies in range(least, stop)."""
+    if re.fullmatch("[0-9]{1,9}", text) is None or not least <= int(text) < stop:
+        raise ValueError(f"setting {name} is {text[:40]!r}, expected a number from {least} to {stop - 1}")
+    return int(text)
 
 
 class _EntriesByName(Mapping[str, EntryMetadata]):

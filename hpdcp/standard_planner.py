@@ -222,13 +222,15 @@ class StandardLoadPlanner(LoadPlanner):
                 self._shareable.append(LoadTarget(index, dtype_name(shards.dtype), direct))
             pieces = list(self._stored.pieces(row, chunk.box))
             self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
-            hole = missing(chunk.box, [part for _, _, part in pieces])
-            if hole is not None:
-                stop = tuple(a + b for a, b in zip(hole.offsets, hole.sizes, strict=True))
-                self._problems.add(
-                    Trouble.HOLE, f"{leaf.fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})"
-                )
+            if self._note_hole(leaf.fqn, chunk.box, pieces):
                 break
+
+    def _note_hole(self, fqn: str, want: Box, pieces: Sequence[tuple[int, Box, Box]]) -> bool:
+        hole = missing(want, [part for _, _, part in pieces])
+        if hole is not None:
+            stop = tuple(a + b for a, b in zip(hole.offsets, hole.sizes, strict=True))
+            self._problems.add(Trouble.HOLE, f"{fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})")
+        return hole is not None
 
     def _check_dtype(self, fqn: str, stored: str, wanted: torch.dtype) -> bool:
         if stored == dtype_name(wanted):
@@ -294,17 +296,34 @@ class StandardLoadPlanner(LoadPlanner):
                 gather.objects[index] = path
                 self._objects.setdefault(index, [])
             else:
-                tensor = device.empty_on_host(entry.shape, getattr(torch, entry.dtype))
-                gather.parts[entry.owner].append((path, tensor))
-                shards = local_shards(tensor, key=entry.fqn)
-                for chunk in shards.chunks:
-                    index = MetadataIndex(entry.fqn, chunk.box.offsets, chunk.box.sizes, entry.owner)
-                    self._targets[index] = (shards, chunk)
-                    pieces = self._stored.pieces(row, chunk.box)
-                    self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
+                tensor = self._plan_gathered(row, entry)
+                if tensor is not None:
+                    gather.parts[entry.owner].append((path, tensor))
         if not gather.objects and not any(gather.parts):
             self._problems.add(Trouble.MISSING, self._stored.hint(leaf.fqn))
         self._gathers.append(gather)
+
+    def _plan_gathered(self, row: int, entry: Entry) -> torch.Tensor | None:
+        """A tensor for all of the entry; None, and the reason noted, where that cannot be had."""
+        whole = Box((0,) * len(entry.shape), entry.shape)
+        pieces = list(self._stored.pieces(row, whole))
+        # Before memory is taken: here the checkpoint alone says how much.
+        if self._note_hole(entry.fqn, whole, pieces):
+            return None
+        dtype = getattr(torch, entry.dtype, None)
+        try:
+            if not isinstance(dtype, torch.dtype):
+                raise UnsupportedTypeError(f"{entry.fqn!r} is stored as {entry.dtype}, which this torch lacks")
+            tensor = device.empty_on_host(entry.shape, dtype)
+        except (UnsupportedTypeError, RuntimeError) as error:
+            self._problems.add(Trouble.REFUSED, f"{entry.fqn!r} of shape {list(entry.shape)}: {error}")
+            return None
+        shards = local_shards(tensor, key=entry.fqn)
+        for chunk in shards.chunks:
+            index = MetadataIndex(entry.fqn, chunk.box.offsets, chunk.box.sizes, entry.owner)
+            self._targets[index] = (shards, chunk)
+            self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
+        return tensor
 
     def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
         return list(plans)
