@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from hpdcp import config
 from hpdcp.collectives import open_exchange
-from hpdcp.errors import InvalidArgumentError, NotSupportedError
 from hpdcp.filesystem_storage import open_reader, open_writer
 from hpdcp.loader import load_state
 from hpdcp.metadata import Metadata
 from hpdcp.planner import LoadPlanner, SavePlanner
 from hpdcp.saver import save_state
+from hpdcp.sharing import DEFAULT_BATCH_BYTES, SharingOptions
 from hpdcp.standard_planner import StandardLoadPlanner, StandardSavePlanner
 from hpdcp.storage import StorageReader, StorageWriter
 from hpdcp.timing import timed
@@ -73,7 +73,7 @@ def load(
     use_collectives: bool = True,
     broadcast_replicated_tensors: bool | None = None,
     broadcast_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
-    broadcast_batch_bytes: int = 6 * 1024 * 1024,
+    broadcast_batch_bytes: int = DEFAULT_BATCH_BYTES,
 ) -> None:
     """Fill `state_dict` in place from a checkpoint, saved under whatever parallel layout.
 
@@ -88,8 +88,9 @@ def load(
         no_dist: load in this process alone, without its process group.
         use_collectives: False: each rank reads the metadata and its part by itself. All ranks must pass the same value.
         broadcast_replicated_tensors: whether what several ranks want is read by one and sent to the others. None: as
-            configured. This version reads on every rank; True raises NotSupportedError.
-        broadcast_groups: process groups to use, by their ranks. Given with None, it counts as True.
+            configured, by default yes unless these ranks share one host's page cache.
+        broadcast_groups: process groups to use, by the tuple of their ranks; missing ones are created for this load.
+            Given with None, it counts as True.
         broadcast_batch_bytes: shards below this many bytes are sent together; 0: each by itself.
 
     Raises:
@@ -98,36 +99,18 @@ def load(
             and no tensor was changed.
         CheckpointError, StorageError, RankFailedError: on every rank; targets may be changed in part.
     """
-    _check_broadcast(broadcast_replicated_tensors, broadcast_groups, broadcast_batch_bytes, use_collectives, no_dist)
+    sharing = SharingOptions.from_flags(
+        configured=config.current().broadcast,
+        replicated_tensors=broadcast_replicated_tensors,
+        groups=broadcast_groups,
+        batch_bytes=broadcast_batch_bytes,
+        alone="no_dist=True" if no_dist else None if use_collectives else "use_collectives=False",
+    )
     with contextlib.ExitStack() as opened:
         load_state(
             state_dict,
+            sharing=sharing,
             open_reader=lambda: open_reader(checkpoint_id, storage_reader, opened),
             planner=planner or StandardLoadPlanner(),
             exchange=open_exchange(no_dist=no_dist, use_collectives=use_collectives),
-        )
-
-
-def _check_broadcast(
-    wanted: bool | None,
-    groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None,
-    batch_bytes: int,
-    use_collectives: bool,
-    no_dist: bool,
-) -> None:
-    if type(batch_bytes) is not int or batch_bytes < 0:
-        raise InvalidArgumentError(
-            f"broadcast_batch_bytes is {batch_bytes!r}; expected a number of bytes, 0 for no batches."
-        )
-    if groups is not None and wanted is False:
-        raise InvalidArgumentError(
-            "broadcast_groups are given, but broadcast_replicated_tensors is False. Leave one out."
-        )
-    if (wanted or groups is not None) and (not use_collectives or no_dist):
-        flag = "no_dist=True" if no_dist else "use_collectives=False"
-        raise InvalidArgumentError(f"broadcasting needs all ranks, but {flag}. Leave out the broadcast arguments.")
-    if wanted or groups is not None or (wanted is None and config.current().broadcast == "always"):
-        raise NotSupportedError(
-            "this hpdcp does not broadcast replicated tensors yet: every rank reads what it needs. Leave "
-            "broadcast_replicated_tensors and broadcast_groups out."
         )

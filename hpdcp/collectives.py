@@ -118,7 +118,8 @@ class ProcessGroupExchange(Exchange):
     """Ranks of a process group; plans go to the coordinator and back point to point, never to everybody."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
+        """Carries host tensors between all ranks."""
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
@@ -167,7 +168,7 @@ class ProcessGroupExchange(Exchange):
     def _gather_bytes(self, payload: bytes) -> list[bytes] | None:
         lengths = torch.zeros(self.world_size, dtype=torch.int64)
         lengths[self.rank] = len(payload)
-        dist.all_reduce(lengths, group=self._group)
+        dist.all_reduce(lengths, group=self.group)
         if self.rank != COORDINATOR:
             self._send(payload, COORDINATOR)
             return None
@@ -180,7 +181,7 @@ class ProcessGroupExchange(Exchange):
         lengths = torch.zeros(self.world_size, dtype=torch.int64)
         if parts is not None:
             lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-        dist.broadcast(lengths, group_src=COORDINATOR, group=self._group)
+        dist.broadcast(lengths, group_src=COORDINATOR, group=self.group)
         if parts is None:
             return self._receive(int(lengths[self.rank]), COORDINATOR)
         for rank, part in enumerate(parts):
@@ -190,20 +191,20 @@ class ProcessGroupExchange(Exchange):
 
     def _broadcast(self, whole: bytes | None) -> bytes:
         length = torch.tensor([0 if whole is None else len(whole)], dtype=torch.int64)
-        dist.broadcast(length, group_src=COORDINATOR, group=self._group)
+        dist.broadcast(length, group_src=COORDINATOR, group=self.group)
         buffer = bytearray(int(length)) if whole is None else bytearray(whole)
         for piece in _pieces(buffer):
-            dist.broadcast(piece, group_src=COORDINATOR, group=self._group)
+            dist.broadcast(piece, group_src=COORDINATOR, group=self.group)
         return bytes(buffer) if whole is None else whole
 
     def _send(self, payload: bytes, rank: int) -> None:
         for piece in _pieces(bytearray(payload)):
-            dist.send(piece, group_dst=rank, group=self._group)
+            dist.send(piece, group_dst=rank, group=self.group)
 
     def _receive(self, length: int, rank: int) -> bytes:
         buffer = bytearray(length)
         for piece in _pieces(buffer):
-            dist.recv(piece, group_src=rank, group=self._group)
+            dist.recv(piece, group_src=rank, group=self.group)
         return bytes(buffer)
 
 

@@ -235,6 +235,10 @@ class FileSystemReader(StorageReader):
         return config.current().allow_pickle if self._allow_pickle is None else self._allow_pickle
 
     @property
+    def shares_page_cache(self) -> bool:
+        return self.backend.shares_page_cache
+
+    @property
     def backend(self) -> Backend:
         """The byte store, opened when first asked for."""
         if self._url is None:

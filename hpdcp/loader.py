@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, Final
 
-from hpdcp.collectives import Alone, Exchange
+import torch.distributed as dist
+
+from hpdcp import config
+from hpdcp.broadcast import broadcast_groups_for_load, read_and_broadcast
+from hpdcp.collectives import Alone, Exchange, ProcessGroupExchange
 from hpdcp.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     IncompleteCheckpointError,
     LoadMismatchError,
 )
+from hpdcp.load_plan import LoadPlan, decided_plan, decision_bytes
 from hpdcp.metadata import Metadata
-from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext
+from hpdcp.planner import LoadPlanner, PlannerContext
+from hpdcp.sharing import SharingOptions, new_groups, share
+from hpdcp.sources import Group
 from hpdcp.storage import RankMetadata, StorageReader
 from hpdcp.timing import stage, timed
 
@@ -24,7 +33,12 @@ _BY_RANK: Final = b"R"
 
 @timed("_load_impl")
 def load_state(
-    state_dict: Mapping[Any, Any], *, open_reader: Callable[[], StorageReader], planner: LoadPlanner, exchange: Exchange
+    state_dict: Mapping[Any, Any],
+    *,
+    open_reader: Callable[[], StorageReader],
+    planner: LoadPlanner,
+    exchange: Exchange,
+    sharing: SharingOptions | None = None,
 ) -> None:
     """Fill `state_dict` in place from the checkpoint of a reader, on all ranks of `exchange`.
 
@@ -32,7 +46,7 @@ def load_state(
 
     Where there is no global metadata but ranks saved each for itself, each rank reads for itself as well.
     """
-    load = _Load(state_dict, open_reader, planner, exchange)
+    load = _Load(state_dict, open_reader, planner, exchange, sharing or SharingOptions())
     try:
         load.run()
     except CheckpointReplacedError:
@@ -69,7 +83,9 @@ class _Load:
         open_reader: Callable[[], StorageReader],
         planner: LoadPlanner,
         exchange: Exchange,
+        sharing: SharingOptions,
     ) -> None:
+        self._sharing = sharing
         self._state_dict = state_dict
         self._open_reader = open_reader
         self._planner = planner
@@ -108,23 +124,49 @@ class _Load:
             self._planner.configure_planner(self._state_dict, metadata, context)
             self._reader.configure_reader(metadata, context)
             with stage("build_local_plan"):
-                return self._reader.optimize_local_plan(self._planner.build_local_plan()).to_bytes()
+                plan = self._reader.optimize_local_plan(self._planner.build_local_plan())
+            said = self._sharing.said(shares_page_cache=self._reader.shares_page_cache)
+            self._local_plan = plan.with_storage_data({**plan.storage_data, **said})
+            return self._local_plan.to_bytes()
+
+        def plan_globally(parts: list[bytes]) -> list[bytes]:
+            local_plans = [LoadPlan.from_bytes(part) for part in parts]
+            with stage("build_global_plan"):
+                plans = self._reader.optimize_global_plan(self._planner.build_global_plan(local_plans))
+                if collective:
+                    plans = share(plans, [plan.storage_data for plan in local_plans], metadata)
+            return [decision_bytes(plan, local) for plan, local in zip(plans, local_plans, strict=True)]
 
         with stage("all_gather_object"):
-            part = exchange.plan("planning the load", plan_locally, self._plan_globally)
+            decision = exchange.plan("planning the load", plan_locally, plan_globally)
         if only_if_complete and not self._planner.complete:
             return False
+        plan = decided_plan(decision, self._local_plan)
         self.reading = True
-        exchange.agree("reading", lambda: self._read(part))
+        with self._groups_for(plan, exchange) as groups:
+            exchange.agree("reading", lambda: self._read(plan, groups, exchange.rank))
         exchange.agree("finishing the load", self._planner.finish_load)
         return True
 
-    def _plan_globally(self, parts: list[bytes]) -> list[bytes]:
-        with stage("build_global_plan"):
-            plans = self._planner.build_global_plan([LoadPlan.from_bytes(part) for part in parts])
-            return [plan.to_bytes() for plan in self._reader.optimize_global_plan(plans)]
+    def _groups_for(
+        self, plan: LoadPlan, exchange: Exchange
+    ) -> contextlib.AbstractContextManager[Mapping[Group, dist.ProcessGroup]]:
+        if not isinstance(exchange, ProcessGroupExchange):
+            return contextlib.nullcontext({})
+        given = {tuple(range(exchange.world_size)): exchange.group, **self._sharing.groups}
+        timeout = timedelta(seconds=config.current().group_timeout)
+        return broadcast_groups_for_load(new_groups(plan), given, me=exchange.rank, timeout=timeout)
 
-    def _read(self, part: bytes) -> None:
-        plan = self._planner.finalize_plan(LoadPlan.from_bytes(part))
+    def _read(self, plan: LoadPlan, groups: Mapping[Group, dist.ProcessGroup], rank: int) -> None:
+        plan = self._planner.finalize_plan(plan)
         with stage("execute_read"):
+            if plan.shared:
+                plan = read_and_broadcast(
+                    plan,
+                    reader=self._reader,
+                    planner=self._planner,
+                    groups=groups,
+                    me=rank,
+                    batch_bytes=self._sharing.batch_bytes,
+                )
             self._reader.execute_read(plan, self._planner)

@@ -157,6 +157,11 @@ class StorageReader(ABC):
         """Whether objects of this checkpoint may be unpickled, which can run code from it; as configured."""
         return config.current().allow_pickle
 
+    @property
+    def shares_page_cache(self) -> bool:
+        """Whether ranks of one host that read the same bytes fetch them once; then broadcasting them gains nothing."""
+        return False
+
     def initialize_reader(self, checkpoint_id: str | Path) -> None:
         """Take the place to load from."""
         raise NotSupportedError(

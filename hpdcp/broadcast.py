@@ -1,0 +1,373 @@
+"""Replicated chunks read by one rank and sent to the others, in one walk that every rank makes in the same order.
+
+The coordinator has cut the load into shared parts (`LoadPlan.shared`), each with a source and a group of ranks. Every
+rank walks its own parts in their one total order: it issues the broadcast of a part, or of a batch of small ones,
+and waits only for broadcasts issued earlier. Of all broadcasts not yet done, the first in the total order can
+therefore always go on: everything before it is done, so all its members come to it. Nobody leaves the walk: a source
+that cannot read sends filler, says so, and raises when the walk is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from hpdcp import device
+from hpdcp.errors import PeerLostError
+from hpdcp.load_plan import LoadPlan, ReadItem, SharedPart, cut_items
+from hpdcp.metadata import Metadata, MetadataIndex
+from hpdcp.planner import LoadPlanner, PlannerContext
+from hpdcp.storage import StorageReader
+
+IN_FLIGHT: Final = 8
+"""Broadcasts a rank has issued and not waited for."""
+READ_AHEAD: Final = 2
+"""Shards, or batches of them, read before their turn to be sent."""
+STATUS_BYTES: Final = 64 << 20
+"""After so many bytes of single shards their source says whether all is well; a batch says so itself."""
+_TAIL_BYTES: Final = 16
+"""At the end of a batch, its first byte the status; a multiple of every element's size."""
+
+_TYPED: Final = frozenset({"float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"})
+"""Dtypes that every process group sends as they are; others travel as bytes (gloo 2.13 refuses int16, uint16 to
+uint64 and float8, tried)."""
+
+Group = tuple[int, ...]
+
+
+def transport_dtype(stored: str) -> str:
+    """Name of the dtype in which elements of dtype `stored` are sent."""
+    return stored if stored in _TYPED else "uint8"
+
+
+@dataclass(slots=True)
+class _Unit:
+    """What one broadcast carries: one shard, a batch of small ones, or only how its source fares."""
+
+    group: Group
+    source: int
+    transport: str
+    parts: list[SharedPart] = field(default_factory=list)
+    nbytes: int = 0
+    batch: bool = False
+
+
+def units_of(parts: Sequence[SharedPart], batch_bytes: int) -> list[_Unit]:
+    """The broadcasts that carry `parts`, in the order of the walk: that of each one's first part.
+
+    A part below `batch_bytes` joins the open batch of its group, source and dtype, unless that would grow beyond
+    `batch_bytes`; then a new batch is opened at this place of the order. All members of a group see the same parts in
+    the same order, so all of them form the same batches.
+    """
+    units: list[_Unit] = []
+    batches: dict[tuple[Group, int, str, str], _Unit] = {}
+    unsaid: dict[tuple[Group, int], int] = {}
+    for part in parts:
+        info = part.info
+        nbytes = _nbytes(part)
+        if nbytes < batch_bytes:
+            key = (info.group, info.source, info.transport_dtype, part.stored_dtype)
+            batch = batches.get(key)
+            if batch is None or batch.nbytes + nbytes > batch_bytes:
+                batch = batches[key] = _Unit(info.group, info.source, info.transport_dtype, batch=True)
+                units.append(batch)
+            batch.parts.append(part)
+            batch.nbytes += nbytes
+            continue
+        units.append(_Unit(info.group, info.source, info.transport_dtype, [part], nbytes))
+        said = (info.group, info.source)
+        unsaid[said] = unsaid.get(said, 0) + nbytes
+        if unsaid[said] >= STATUS_BYTES:
+            unsaid[said] = 0
+            units.append(_Unit(info.group, info.source, "uint8"))
+    return units
+
+
+def _nbytes(part: SharedPart) -> int:
+    dtype: torch.dtype = getattr(torch, part.stored_dtype)
+    return torch.Size(part.sizes).numel() * dtype.itemsize
+
+
+@contextlib.contextmanager
+def broadcast_groups_for_load(
+    new: Sequence[Group], given: Mapping[Group, dist.ProcessGroup], *, me: int, timeout: timedelta
+) -> Iterator[dict[Group, dist.ProcessGroup]]:
+    """The `given` groups and those of `new`, which is the same on every rank; every rank enters, member or not.
+
+    Those of `new` are created in order, and destroyed at the end in order of their ranks. A rank that is no member of
+    one keeps nothing of it. Given groups are left alone.
+    """
+    groups = dict(given)
+    created: list[Group] = []
+    for ranks in new:
+        made = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        if me in ranks:
+            groups[ranks] = made
+            created.append(ranks)
+    try:
+        yield groups
+    finally:
+        for ranks in sorted(created):
+            dist.destroy_process_group(groups[ranks])
+
+
+def read_and_broadcast(
+    plan: LoadPlan,
+    *,
+    reader: StorageReader,
+    planner: LoadPlanner,
+    groups: Mapping[Group, dist.ProcessGroup],
+    me: int,
+    batch_bytes: int,
+) -> LoadPlan:
+    """Fill every shared part of `plan`; returns what this rank still has to read for itself alone.
+
+    Raises:
+        PeerLostError: another rank died or fell silent.
+        Exception: what reading or writing a target raised here, once the walk is over; another rank's failure is
+            not raised, since the step that all ranks share says it.
+    """
+    parts = plan.shared
+    items: dict[MetadataIndex, list[ReadItem]] = {}
+    for item in plan.items:
+        items.setdefault(item.dest_index, []).append(item)
+    shared = {part.index for part in parts}
+    walk = _Walk(reader, planner, groups, me, items)
+    walk.run(units_of(parts, batch_bytes))
+    return LoadPlan.build([item for item in plan.items if item.dest_index not in shared])
+
+
+class _Walk:
+    def __init__(
+        self,
+        reader: StorageReader,
+        planner: LoadPlanner,
+        groups: Mapping[Group, dist.ProcessGroup],
+        me: int,
+        items: Mapping[MetadataIndex, Sequence[ReadItem]],
+    ) -> None:
+        self._reader = reader
+        self._planner = planner
+        self._groups = groups
+        self._me = me
+        self._items = items
+        self._failure: BaseException | None = None
+        self._in_trouble = threading.Event()
+        """Some rank has failed: what is read from now on is for nothing, so nothing is."""
+        self._flying: deque[tuple[dist.Work, Callable[[], None]]] = deque()
+
+    def run(self, units: Sequence[_Unit]) -> None:
+        ahead: queue.Queue[_Load] = queue.Queue(READ_AHEAD)
+        stop = threading.Event()
+        mine = [unit for unit in units if unit.source == self._me and unit.parts]
+        thread = threading.Thread(target=self._read_ahead, args=(mine, ahead, stop), name="hpdcp-read-ahead")
+        thread.start()
+        try:
+            for unit in units:
+                self._step(unit, ahead)
+            while self._flying:
+                self._land()
+        finally:
+            stop.set()
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _read_ahead(self, units: Sequence[_Unit], ahead: queue.Queue[_Load], stop: threading.Event) -> None:
+        for unit in units:
+            load = _Load(unit, self._planner)
+            if not self._in_trouble.is_set():
+                try:
+                    load.read(self._reader, self._items)
+                except BaseException as error:  # noqa: BLE001  # raised when the walk is over
+                    self._fail(error)
+            while not stop.is_set():
+                with contextlib.suppress(queue.Full):
+                    ahead.put(load, timeout=0.1)
+                    break
+            if stop.is_set():
+                return
+
+    def _step(self, unit: _Unit, ahead: queue.Queue[_Load]) -> None:
+        if not unit.parts:
+            status = torch.tensor([self._in_trouble.is_set()], dtype=torch.uint8)
+            self._send(unit, status, lambda: self._heed(int(status[0]) != 0))
+            return
+        if unit.source == self._me:
+            load = ahead.get()
+            load.say(self._in_trouble.is_set())
+        else:
+            load = _Load(unit, self._planner)
+            self._attempt(load.allocate)
+        self._send(unit, load.wire(), lambda: self._arrived(unit, load))
+
+    def _send(self, unit: _Unit, payload: torch.Tensor, landed: Callable[[], None]) -> None:
+        group = self._groups[unit.group]
+        with self._peers():
+            work = dist.broadcast(payload, src=unit.source, group=group, async_op=True)
+        assert work is not None
+        self._flying.append((work, landed))
+        while len(self._flying) >= IN_FLIGHT:
+            self._land()
+
+    def _land(self) -> None:
+        work, landed = self._flying.popleft()
+        with self._peers():
+            work.wait()
+        landed()
+
+    @contextlib.contextmanager
+    def _peers(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise PeerLostError(
+                f"rank {self._me} lost the other ranks while tensors were broadcast: {error}. A rank died or took "
+                "longer than the group's timeout; look at the other ranks' output for the first error."
+            ) from error
+
+    def _arrived(self, unit: _Unit, load: _Load) -> None:
+        if unit.batch:
+            self._heed(load.trouble())
+        if not self._in_trouble.is_set():
+            self._attempt(load.deliver)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001  # raised when the walk is over
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._in_trouble.set()
+
+    def _heed(self, trouble: bool) -> None:
+        if trouble:
+            self._in_trouble.set()
+
+
+class _Load:
+    """The bytes of one unit on this rank: straight in the target, or in a buffer of the wire's shape."""
+
+    def __init__(self, unit: _Unit, planner: LoadPlanner) -> None:
+        self._unit = unit
+        self._planner = planner
+        self._buffer: torch.Tensor | None = None
+        self._targets: list[torch.Tensor] = []
+
+    def allocate(self) -> None:
+        unit = self._unit
+        self._targets = [self._planner.acquire_tensor(part.as_item()) for part in unit.parts]
+        if unit.batch or not unit.parts[0].info.direct:
+            size = unit.nbytes + (_TAIL_BYTES if unit.batch else 0)
+            self._buffer = device.empty_on_host((size,), torch.uint8)
+            if unit.batch:
+                self._buffer[unit.nbytes :] = 0
+
+    def wire(self) -> torch.Tensor:
+        """What is sent or received, as one flat tensor of the transport dtype."""
+        unit = self._unit
+        dtype: torch.dtype = getattr(torch, unit.transport)
+        if self._buffer is not None:
+            return self._buffer.view(dtype)
+        if self._targets and not unit.batch and unit.parts[0].info.direct:
+            flat = self._targets[0].detach().reshape(-1)
+            return flat if flat.dtype == dtype else flat.view(dtype)
+        # Nothing could be allocated or acquired here; the walk goes on with bytes that nobody looks at.
+        filler = unit.nbytes + (_TAIL_BYTES if unit.batch else 0)
+        self._buffer = device.empty_on_host((filler,), torch.uint8)
+        return self._buffer.view(dtype)
+
+    def read(self, reader: StorageReader, items: Mapping[MetadataIndex, Sequence[ReadItem]]) -> None:
+        """Fill the buffer, or the target itself, from storage."""
+        self.allocate()
+        wanted: list[ReadItem] = []
+        memory: dict[tuple[MetadataIndex, tuple[int, ...]], torch.Tensor] = {}
+        for part, view in zip(self._unit.parts, self._views(), strict=True):
+            for item in cut_items(items[part.index], part.offsets, part.sizes, self._unit.source):
+                begin = tuple(a - b for a, b in zip(item.dest_offsets, part.offsets, strict=True))
+                box = view
+                for axis, (start, size) in enumerate(zip(begin, item.lengths, strict=True)):
+                    box = box.narrow(axis, start, size)
+                memory[item.dest_index, item.dest_offsets] = box
+                wanted.append(item)
+        reader.execute_read(LoadPlan.build(wanted), _IntoMemory(memory))
+
+    def deliver(self) -> None:
+        """Put what arrived into the targets."""
+        if self._buffer is not None and self._targets:
+            views = self._views()
+            alike = [
+                target.dtype == view.dtype and device.is_host(target)
+                for target, view in zip(self._targets, views, strict=True)
+            ]
+            if self._unit.batch and all(alike) and self._unit.parts[0].stored_dtype == self._unit.transport:
+                torch._foreach_copy_([target.detach() for target in self._targets], views)
+            else:
+                for target, view in zip(self._targets, views, strict=True):
+                    device.copy_into(target, view)
+        for part, target in zip(self._unit.parts, self._targets, strict=True):
+            self._planner.apply_tensor(part.as_item(), target)
+
+    def say(self, trouble: bool) -> None:
+        """Let the batch tell its receivers whether its bytes are good."""
+        self.wire()
+        if self._unit.batch and self._buffer is not None:
+            self._buffer[self._unit.nbytes] = int(trouble)
+
+    def trouble(self) -> bool:
+        """Whether the batch's source said that it failed."""
+        return self._buffer is None or bool(self._buffer[self._unit.nbytes])
+
+    def _views(self) -> list[torch.Tensor]:
+        """Each part's place in the buffer, or the target itself, in the stored dtype."""
+        if self._buffer is None:
+            return [target.detach() for target in self._targets]
+        views, start = [], 0
+        for part in self._unit.parts:
+            dtype: torch.dtype = getattr(torch, part.stored_dtype)
+            end = start + _nbytes(part)
+            views.append(self._buffer[start:end].view(dtype).view(part.sizes))
+            start = end
+        return views
+
+
+class _IntoMemory(LoadPlanner):
+    """Lets a reader fill buffers that are not targets yet."""
+
+    def __init__(self, memory: Mapping[tuple[MetadataIndex, tuple[int, ...]], torch.Tensor]) -> None:
+        self._memory = memory
+
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        return self._memory[item.dest_index, item.dest_offsets]
+
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        return
+
+    def configure_planner(self, state_dict: Mapping[Any, Any], metadata: Metadata, context: PlannerContext) -> None:
+        raise AssertionError("only asked for memory")
+
+    def build_local_plan(self) -> LoadPlan:
+        raise AssertionError("only asked for memory")
+
+    def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+        raise AssertionError("only asked for memory")
+
+    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def apply_bytes(self, item: ReadItem, data: bytes) -> None:
+        raise AssertionError("objects are never broadcast")
+
+    def finish_load(self) -> None:
+        return
