@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from hpdcp import config
 from hpdcp.backend import Backend
@@ -17,6 +17,8 @@ from hpdcp.errors import InvalidArgumentError, NotSupportedError
 _BACKENDS: Final[Mapping[str, str]] = {"local": "hpdcp_backends.local:LocalBackend"}
 _LAYOUTS: Final[Mapping[str, str]] = {"safetensors": "hpdcp.checkpoint_io:SafetensorsLayout"}
 _EXTRAS: Final[Mapping[str, str]] = {"s3": "s3", "zarr": "zarr"}
+# Not urlsplit(), which raises for brackets in a bucket's name.
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL_SCHEMES: Final = frozenset({"", "file", "local"})
 
 
@@ -93,7 +95,8 @@ def _by_scheme(url: str) -> str:
 
 
 def _scheme(url: str) -> str:
-    return urlsplit(url).scheme.lower() if "://" in url else ""
+    found = _SCHEME.match(url)
+    return found[1].lower() if found else ""
 
 
 def _find(name: str, kind: str, known: Mapping[str, str], group: str) -> Callable[..., Any]:
