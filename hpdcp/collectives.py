@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -92,6 +93,20 @@ class Exchange(ABC):
         self.conclude(step, run, lambda _: b"")
         return kept[0]
 
+    def vote(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
+        """The least and the greatest of each of the `count` numbers that ranks' `local()` return, on every rank.
+
+        Numbers are at least 0 and below 2**63.
+        """
+
+        def combine(answers: list[bytes]) -> bytes:
+            votes = np.stack([np.frombuffer(answer, dtype=np.int64) for answer in answers])
+            return np.concatenate([votes.min(axis=0), votes.max(axis=0)]).tobytes()
+
+        answer = self.conclude(step, lambda: np.array(local(), dtype=np.int64).tobytes(), combine)
+        both: list[int] = np.frombuffer(answer, dtype=np.int64).tolist()
+        return both[:count], both[count:]
+
 
 class Alone(Exchange):
     """A rank that neither asks nor tells anyone: the only one, or one of many without collectives."""
@@ -136,6 +151,21 @@ class ProcessGroupExchange(Exchange):
     def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
         whole = _attempt(self.rank, make) if self.is_coordinator else None
         return self._open(step, self._peer(step, lambda: self._broadcast(whole)))
+
+    def vote(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
+        failure: Exception | None = None
+        # One message for all: the greatest of a number is the least of its negative, and the first says who is well.
+        votes = torch.zeros(1 + 2 * count, dtype=torch.int64)
+        try:
+            mine = local()
+            votes = torch.tensor([1, *mine, *(-number for number in mine)], dtype=torch.int64)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+            failure = error
+        self._peer(step, lambda: dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group))
+        well, *least = votes.tolist()
+        if not well:
+            self.agree(step, lambda: _raise_if(failure))
+        return least[:count], [-number for number in least[count:]]
 
     def _combine(self, answers: list[bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
         """The coordinator's framed answers, one for each rank; every one a failure if any rank failed."""
@@ -277,6 +307,11 @@ def _attempt(rank: int, local: Callable[[], bytes]) -> bytes:
         return b"+" + local()
     except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
         return _frame([Failed.of(rank, error)])
+
+
+def _raise_if(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 def _frame(failed: Sequence[Failed]) -> bytes:

@@ -7,7 +7,7 @@ state dict: it asks the planner for each item's memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
@@ -21,6 +21,7 @@ from hpdcp.metadata import Metadata, MetadataIndex
 from hpdcp.tables import (
     I64,
     ChunkTable,
+    Columns,
     Entry,
     EntryKind,
     EntryTable,
@@ -64,13 +65,19 @@ class SavePlan:
         chunks: ChunkTable,
         nbytes: I64,
         storage_data: Mapping[str, str] | None = None,
+        *,
+        split: ChunkTable | None = None,
     ) -> None:
         self.entries = entries
         self.chunks = chunks
         """The items' boxes; `chunks.entry` is a row of `entries`."""
         self.nbytes = nbytes
+        """What each item takes; -1 for an object of a cached plan, whose length is not known before it is encoded."""
         self.storage_data: Mapping[str, str] = storage_data or {}
         """What the coordinator's storage writer tells this rank's; planners pass it on untouched."""
+        self.split = split
+        """The parts of this rank's boxes that several ranks write a part each of, whoever writes them."""
+        self._origin: tuple[SavePlan, I64] | None = None
 
     @classmethod
     def build(cls, entries: Sequence[Entry], items: Sequence[WriteItem]) -> SavePlan:
@@ -92,37 +99,93 @@ class SavePlan:
 
     def item(self, row: int) -> WriteItem:
         """Item number `row`."""
-        entry = int(self.chunks.entry[row])
+        return WriteItem(
+            self.index_of(self.chunks, row),
+            EntryKind(int(self.entries.kinds[int(self.chunks.entry[row])])),
+            int(self.nbytes[row]),
+        )
+
+    def index_of(self, chunks: ChunkTable, row: int) -> MetadataIndex:
+        """The name of one of `chunks`, which may be other boxes of the same entries."""
+        entry = int(chunks.entry[row])
         owner = int(self.entries.owners[entry])
-        offsets, sizes = self.chunks.box(row)
-        index = MetadataIndex(self._fqns[entry], offsets, sizes, None if owner < 0 else owner)
-        return WriteItem(index, EntryKind(int(self.entries.kinds[entry])), int(self.nbytes[row]))
+        return MetadataIndex(self._fqns[entry], *chunks.box(row), None if owner < 0 else owner)
 
     def __len__(self) -> int:
         return len(self.nbytes)
 
     def select(self, rows: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> SavePlan:
         """The same names, these items only."""
-        return SavePlan(self.entries, self.chunks.take(rows), self.nbytes[rows], self.storage_data)
+        selected = SavePlan(self.entries, self.chunks.take(rows), self.nbytes[rows], self.storage_data)
+        selected._origin = (self, np.asarray(rows, dtype=np.int64))
+        return selected
 
     def with_storage_data(self, storage_data: Mapping[str, str]) -> SavePlan:
         """The same plan, carrying `storage_data`."""
-        return SavePlan(self.entries, self.chunks, self.nbytes, storage_data)
+        return self._changed(self.nbytes, storage_data)
+
+    def with_nbytes(self, nbytes: I64) -> SavePlan:
+        """The same items, of these lengths."""
+        return self._changed(nbytes, self.storage_data)
+
+    def without_object_lengths(self) -> SavePlan:
+        """The plan as it is cached: an object may be encoded to another length by the next save."""
+        objects = self.entries.kinds[self.chunks.entry] == EntryKind.OBJECT
+        return self.with_nbytes(np.where(objects, np.int64(-1), self.nbytes))
+
+    def has_items_of(self, other: SavePlan) -> bool:
+        """Whether this is `other` with other `storage_data` at most."""
+        return self.entries is other.entries and self.chunks is other.chunks and self.nbytes is other.nbytes
+
+    def rows_in(self, plan: SavePlan) -> I64 | None:
+        """Which items of `plan` these are, where they were selected from it; else None."""
+        return self._origin[1] if self._origin is not None and self._origin[0] is plan else None
 
     def to_bytes(self) -> bytes:
         """For the exchange between ranks: columns, no pickle."""
-        columns = {**self.entries.to_columns(), **self.chunks.to_columns(), "item.nbytes": self.nbytes}
-        return pack_columns(columns, self.storage_data)
+        return pack_columns({**self.entries.to_columns(), **self._item_columns()}, self.storage_data)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> SavePlan:
         columns, storage_data = unpack_columns(data, where="a save plan")
+        return cls._from_items(EntryTable.from_columns(columns), columns, storage_data)
+
+    def to_part(self, local: SavePlan) -> bytes:
+        """As `to_bytes`, for the rank that has `local`: without what it can take from there."""
+        rows = self.rows_in(local)
+        if rows is not None:
+            return pack_columns({"part.rows": rows}, self.storage_data)
+        if self.entries is local.entries:
+            return pack_columns(self._item_columns(), self.storage_data)
+        return self.to_bytes()
+
+    @classmethod
+    def from_part(cls, data: bytes | memoryview, local: SavePlan) -> SavePlan:
+        """What `to_part` wrote for the rank that has `local`."""
+        columns, storage_data = unpack_columns(data, where="a rank's part of a save plan")
+        if "part.rows" in columns:
+            return local.select(column(columns, "part.rows", np.int64)).with_storage_data(storage_data)
+        entries = EntryTable.from_columns(columns) if "entry.kind" in columns else local.entries
+        return cls._from_items(entries, columns, storage_data)
+
+    def _item_columns(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+        split = {} if self.split is None else self.split.to_columns("split.")
+        return {**self.chunks.to_columns(), "item.nbytes": self.nbytes, **split}
+
+    @classmethod
+    def _from_items(cls, entries: EntryTable, columns: Columns, storage_data: Mapping[str, str]) -> SavePlan:
         return cls(
-            EntryTable.from_columns(columns),
+            entries,
             ChunkTable.from_columns(columns),
             column(columns, "item.nbytes", np.int64),
             storage_data,
+            split=ChunkTable.from_columns(columns, "split.") if "split.entry" in columns else None,
         )
+
+    def _changed(self, nbytes: I64, storage_data: Mapping[str, str]) -> SavePlan:
+        changed = SavePlan(self.entries, self.chunks, nbytes, storage_data, split=self.split)
+        changed._origin = self._origin
+        return changed
 
     @cached_property
     def _fqns(self) -> list[str]:
@@ -160,12 +223,24 @@ class SavePlanner(ABC):
     4. `finalize_plan`      every rank, with its part of the global plan
     5. `get_tensor` / `get_bytes`  every rank, once or more for each item of its final plan, from one thread
 
+    Where `cache_key` says on every rank that an earlier plan is right for this state, 2 and 3 are skipped, and
+    `finalize_plan` is given the earlier part, with -1 as the length of every object in it.
+
     An exception in any step on any rank makes every rank raise, and nothing is published.
     """
 
     @abstractmethod
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         """Take the state to save. A planner may be used for many saves; this starts a new one."""
+
+    def cache_key(self) -> Hashable | None:
+        """Equal for two saves exactly when one's plan is right for the other, on this rank; None: never reuse a plan.
+
+        Asked after `configure_planner`, before anything is planned. It must cover everything that `build_local_plan`
+        and `build_global_plan` depend on, the planner's class and options included, and not the lengths of objects.
+        Values of immutable plain types only, since a key may travel to another process.
+        """
+        return None
 
     @abstractmethod
     def build_local_plan(self) -> SavePlan:
@@ -177,7 +252,7 @@ class SavePlanner(ABC):
 
     @abstractmethod
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
-        """Take this rank's part; the returned plan is what is written."""
+        """Take this rank's part; the returned plan is what is written, the length of every item filled in."""
 
     @abstractmethod
     def get_tensor(self, item: WriteItem) -> torch.Tensor:
