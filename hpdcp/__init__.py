@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from hpdcp import config as config
+    from hpdcp import errors as errors
+    from hpdcp import ragged as ragged
+    from hpdcp import utils as utils
     from hpdcp.api import load as load
     from hpdcp.api import save as save
     from hpdcp.filesystem_storage import FileSystemReader as FileSystemReader
@@ -40,6 +43,9 @@ _HOMES: Final = {
 }
 """Where each public name lives; imported when it is asked for, since torch takes seconds and a backend needs none."""
 
+_MODULES: Final = ("config", "errors", "ragged", "utils")
+"""Modules that are public as they are."""
+
 __all__ = [
     "CHUNK_INFO",
     "ChunkInfo",
@@ -59,8 +65,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "config":
-        return import_module("hpdcp.config")
+    if name in _MODULES:
+        return import_module(f"hpdcp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'hpdcp' has no attribute {name!r}")
     found = getattr(import_module(f"hpdcp.{_HOMES[name]}"), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import hpdcp
+from hpdcp.backend import ByteRange
 from hpdcp.errors import StateDictError
+from hpdcp.metadata import HEAD_BYTES
+from hpdcp_backends.local import LocalBackend
 from tests.support.job import Job
 from tests.support.layouts import (
     CHUNKED,
@@ -180,3 +184,65 @@ def test_any_tensor_saved_under_any_mesh_and_placements_loads_under_any_other(ra
         assert not any(outcomes), [str(outcome) for outcome in outcomes]
 
     check()
+
+
+def test_a_rank_reads_no_bytes_but_those_of_its_own_rows(
+    ranks: Job, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = torch.arange(4096.0).reshape(64, 64)
+    hpdcp.save({"w": TP4.place(ranks, full)}, checkpoint_id=folder)
+    read: list[tuple[str, ByteRange]] = []
+    read_ranges, map_range = LocalBackend.read_ranges, LocalBackend.map_range
+
+    def counted_read(self: LocalBackend, key: str, wanted: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
+        read.extend((key, range_) for range_ in wanted)
+        read_ranges(self, key, wanted, into)
+
+    def counted_map(self: LocalBackend, key: str, range_: ByteRange) -> memoryview | None:
+        read.append((key, range_))
+        return map_range(self, key, range_)
+
+    monkeypatch.setattr(LocalBackend, "read_ranges", counted_read)
+    monkeypatch.setattr(LocalBackend, "map_range", counted_map)
+    target = DP2_TP2.blank_all(ranks, {"w": full})
+    hpdcp.load(target, checkpoint_id=folder)
+    assert differing(DP2_TP2.place_all(ranks, {"w": full}), target) == []
+    # The head of each file is looked at as well, to see that it is the one that was committed.
+    data = [(key, range_) for key, range_ in read if range_ != ByteRange(0, HEAD_BYTES)]
+    assert sum(range_.length for _, range_ in data) == 32 * 64 * 4
+    half = (ranks.rank % 2) * 2
+    assert {key for key, _ in read} == {f"_rank{rank}_.safetensors" for rank in (half, half + 1)}
+
+
+def _dense_dtypes() -> list[torch.dtype]:
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return sorted((dtype for dtype in found if not str(dtype).startswith(("torch.qint", "torch.quint"))), key=str)
+
+
+def test_every_dtype_is_cut_and_joined_bit_for_bit(ranks: Job, folder: Path) -> None:
+    rows = 6
+    bits = {
+        dtype: torch.randint(0, 2 if dtype is torch.bool else 256, (rows, 3 * dtype.itemsize),
+                             generator=torch.Generator().manual_seed(dtype.itemsize), dtype=torch.uint8)
+        for dtype in _dense_dtypes()
+    }  # fmt: skip
+
+    def part(layout: Layout, dtype: torch.dtype, source: torch.Tensor) -> torch.Tensor:
+        cut = layout.place(ranks, source)
+        assert isinstance(cut, DTensor)
+        local = cut.to_local().contiguous().view(dtype)
+        return DTensor.from_local(
+            local, cut.device_mesh, cut.placements, run_check=False, shape=torch.Size((rows, 3)), stride=(3, 1)
+        )
+
+    saved = {str(dtype): part(TP4, dtype, source) for dtype, source in bits.items()}
+    hpdcp.save(saved, checkpoint_id=folder)
+    for after in (FSDP2, FSDP_TP_SAME, HSDP):
+        targets = {str(dtype): part(after, dtype, torch.zeros_like(source)) for dtype, source in bits.items()}
+        hpdcp.load(targets, checkpoint_id=folder)
+        wrong = [
+            dtype
+            for dtype, source in bits.items()
+            if not torch.equal(local_of(targets[str(dtype)]).view(torch.uint8), local_of(after.place(ranks, source)))
+        ]
+        assert wrong == [], after

@@ -12,6 +12,7 @@ import torch
 import hpdcp
 from hpdcp import FileSystemReader, FileSystemWriter
 from hpdcp.errors import CheckpointNotFoundError, InvalidArgumentError
+from tests.support.ranks import run_python
 
 
 def _parameters(verb: Any) -> list[tuple[str, str, object]]:
@@ -115,3 +116,8 @@ def test_without_a_process_group_a_save_is_one_rank_with_global_metadata(tmp_pat
     state = {"a": 0}
     hpdcp.load(state, checkpoint_id=tmp_path / "alone")
     assert state == {"a": 2}
+
+
+def test_public_modules_are_there_without_being_imported_by_name() -> None:
+    for name in ("errors.HpdcpError", "utils.flatten_state_dict", "utils.unflatten_state_dict", "ragged.from_local"):
+        run_python(["-c", f"import hpdcp; hpdcp.{name}"])
