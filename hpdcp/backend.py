@@ -159,6 +159,14 @@ class Backend(ABC):
         return f"{type(self).__name__}({self.url!r})"
 
 
+def spare_cores() -> int:
+    """Cores this process may keep busy: those it may run on, shared with the ranks torchrun started beside it."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise InvalidArgumentError(f"LOCAL_WORLD_SIZE is {text!r}; expected the number of ranks on this host.")
+    return max(1, len(os.sched_getaffinity(0)) // int(text))
+
+
 def checked_key(key: str) -> str:
     """`key`, if it names something under the root on every store; else InvalidArgumentError.
 

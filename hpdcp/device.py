@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 
 from hpdcp.errors import InvalidArgumentError, NotSupportedError
@@ -20,6 +21,21 @@ SUB_BYTE_DTYPES: Final = frozenset(
     found for name in _SUB_BYTE_NAMES if isinstance(found := getattr(torch, name, None), torch.dtype)
 )
 """`int1` to `int7` and `uint1` to `uint7`: one element per byte, and torch 2.13 has no copy kernel for any of them."""
+
+
+def tensor_over(memory: memoryview) -> torch.Tensor:
+    """The bytes as a flat uint8 tensor that shares them and keeps them alive; of read-only memory it must only be read.
+
+    Raises:
+        InvalidArgumentError: there are no bytes.
+    """
+    if not len(memory):
+        raise InvalidArgumentError("tensor_over needs at least one byte of memory; make an empty tensor instead.")
+    # By address, since torch warns about every read-only buffer; the block keeps the array, the tensor the block.
+    array = np.frombuffer(memory, dtype=np.uint8)
+    block = (ctypes.c_ubyte * _power_of_two(len(array))).from_address(array.ctypes.data)
+    block.owner = array  # type: ignore[attr-defined]
+    return torch.frombuffer(block, dtype=torch.uint8, count=len(array))
 
 
 def is_host(tensor: torch.Tensor) -> bool:
@@ -49,9 +65,8 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     length = tensor.numel() * tensor.element_size()
     if length == 0:
         return memoryview(bytearray())
-    # An address and a length know every dtype; torch's numpy bridge knows some. A ctypes array type is made per size
-    # (20 us each, kept by ctypes), so types are made for powers of two only and the view is cut to the length.
-    block = (ctypes.c_ubyte * (1 << (length - 1).bit_length())).from_address(tensor.data_ptr())
+    # An address and a length know every dtype; torch's numpy bridge knows some.
+    block = (ctypes.c_ubyte * _power_of_two(length)).from_address(tensor.data_ptr())
     block.owner = tensor  # type: ignore[attr-defined]  # the view keeps `block`, and this keeps the memory
     return memoryview(block).cast("B")[:length]
 
@@ -110,3 +125,9 @@ def synchronize(device: torch.device) -> None:
 def _describe(tensor: torch.Tensor) -> str:
     stride = tuple(tensor.stride()) if tensor.layout is torch.strided else tensor.layout
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}, stride {stride}, on {tensor.device}"
+
+
+def _power_of_two(length: int) -> int:
+    """The next power of two: a ctypes array type is made per size (20 us each, kept by ctypes), so these few are made
+    and the view is cut to the length."""
+    return 1 << (length - 1).bit_length()

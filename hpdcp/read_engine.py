@@ -7,7 +7,6 @@ backend has one, or through a buffer of at most `SLAB_BYTES`.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -158,10 +157,7 @@ def _typed(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
     array = np.frombuffer(view, dtype=np.uint8)
     if array.ctypes.data % dtype.itemsize:
         array = array.copy()
-    # By address, since torch warns about every read-only buffer; the block keeps the array, the tensor the block.
-    block = (ctypes.c_ubyte * len(array)).from_address(array.ctypes.data)
-    block.owner = array  # type: ignore[attr-defined]
-    return torch.frombuffer(block, dtype=torch.uint8).view(dtype)
+    return device.tensor_over(memoryview(array)).view(dtype)
 
 
 def _slabs(box: Box, strides: tuple[int, ...], most: int) -> Iterator[Box]:

@@ -34,14 +34,6 @@ WriteBatch = Callable[[Sequence[memoryview], int], None]
 """Writes buffers, one after the other, at an offset."""
 
 
-def spare_cores() -> int:
-    """Cores this process may keep busy: those it may run on, shared with the ranks torchrun started beside it."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise InvalidArgumentError(f"LOCAL_WORLD_SIZE is {text!r}; expected the number of ranks on this host.")
-    return max(1, len(os.sched_getaffinity(0)) // int(text))
-
-
 def sync_folder(path: str) -> None:
     """Make the names in the folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

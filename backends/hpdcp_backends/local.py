@@ -17,6 +17,7 @@ from hpdcp.backend import (
     KeyInfo,
     checked_buffers,
     checked_key,
+    spare_cores,
     storage_error,
     truncated,
 )
@@ -30,7 +31,6 @@ from hpdcp_backends._posix import (
     read_fully,
     read_tasks,
     run_tasks,
-    spare_cores,
     sync_folder,
     write_buffers,
     write_fully,
