@@ -7,12 +7,13 @@ one that failed. Nothing that can raise may run between two steps outside of one
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import traceback
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -129,43 +130,32 @@ class Alone(Exchange):
         return make()
 
 
-class ProcessGroupExchange(Exchange):
-    """Ranks of a process group; plans go to the coordinator and back point to point, never to everybody."""
+class FramedExchange(Exchange):
+    """An exchange made of three ways to move bytes; what moves says whether it is an answer or a failure."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        """Carries host tensors between all ranks."""
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+    @abstractmethod
+    def _gather(self, step: str, payload: bytes) -> list[bytes] | None:
+        """Every rank's payload in order of rank, on the coordinator; None elsewhere."""
+
+    @abstractmethod
+    def _scatter(self, step: str, parts: Sequence[bytes] | None) -> bytes:
+        """This rank's part of what the coordinator passes."""
+
+    @abstractmethod
+    def _broadcast(self, step: str, whole: bytes | None) -> bytes:
+        """What the coordinator passes."""
 
     def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         answers = self._gather(step, _attempt(self.rank, local))
-        parts = None if answers is None else self._combine(answers, combine)
-        return self._open(step, self._peer(step, lambda: self._scatter(parts)))
+        return self._open(step, self._scatter(step, None if answers is None else self._combine(answers, combine)))
 
     def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
         answers = self._gather(step, _attempt(self.rank, local))
         whole = None if answers is None else self._combine(answers, lambda parts: [combine(parts)])[0]
-        return self._open(step, self._peer(step, lambda: self._broadcast(whole)))
+        return self._open(step, self._broadcast(step, whole))
 
     def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
-        whole = _attempt(self.rank, make) if self.is_coordinator else None
-        return self._open(step, self._peer(step, lambda: self._broadcast(whole)))
-
-    def vote(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
-        failure: Exception | None = None
-        # One message for all: the greatest of a number is the least of its negative, and the first says who is well.
-        votes = torch.zeros(1 + 2 * count, dtype=torch.int64)
-        try:
-            mine = local()
-            votes = torch.tensor([1, *mine, *(-number for number in mine)], dtype=torch.int64)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
-            failure = error
-        self._peer(step, lambda: dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group))
-        well, *least = votes.tolist()
-        if not well:
-            self.agree(step, lambda: _raise_if(failure))
-        return least[:count], [-number for number in least[count:]]
+        return self._open(step, self._broadcast(step, _attempt(self.rank, make) if self.is_coordinator else None))
 
     def _combine(self, answers: list[bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
         """The coordinator's framed answers, one for each rank; every one a failure if any rank failed."""
@@ -183,9 +173,36 @@ class ProcessGroupExchange(Exchange):
             raise joint_error(step, failed, self.world_size)
         return answer[1:]
 
-    def _peer(self, step: str, transfer: Callable[[], T]) -> T:
+
+class ProcessGroupExchange(FramedExchange):
+    """Ranks of a process group; plans go to the coordinator and back point to point, never to everybody."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        """Carries host tensors between all ranks."""
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def vote(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
+        failure: Exception | None = None
+        # One message for all: the greatest of a number is the least of its negative, and the first says who is well.
+        votes = torch.zeros(1 + 2 * count, dtype=torch.int64)
         try:
-            return transfer()
+            mine = local()
+            votes = torch.tensor([1, *mine, *(-number for number in mine)], dtype=torch.int64)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+            failure = error
+        with self._peers(step):
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
+        well, *least = votes.tolist()
+        if not well:
+            self.agree(step, lambda: _raise_if(failure))
+        return least[:count], [-number for number in least[count:]]
+
+    @contextlib.contextmanager
+    def _peers(self, step: str) -> Iterator[None]:
+        try:
+            yield
         except (RuntimeError, ValueError) as error:
             raise PeerLostError(
                 f"rank {self.rank} lost the other ranks in step {step!r}: {error}. A rank died or took longer than the "
@@ -193,39 +210,39 @@ class ProcessGroupExchange(Exchange):
             ) from error
 
     def _gather(self, step: str, payload: bytes) -> list[bytes] | None:
-        return self._peer(step, lambda: self._gather_bytes(payload))
+        with self._peers(step):
+            lengths = torch.zeros(self.world_size, dtype=torch.int64)
+            lengths[self.rank] = len(payload)
+            dist.all_reduce(lengths, group=self.group)
+            if self.rank != COORDINATOR:
+                self._send(payload, COORDINATOR)
+                return None
+            return [
+                payload if rank == self.rank else self._receive(length, rank)
+                for rank, length in enumerate(lengths.tolist())
+            ]
 
-    def _gather_bytes(self, payload: bytes) -> list[bytes] | None:
-        lengths = torch.zeros(self.world_size, dtype=torch.int64)
-        lengths[self.rank] = len(payload)
-        dist.all_reduce(lengths, group=self.group)
-        if self.rank != COORDINATOR:
-            self._send(payload, COORDINATOR)
-            return None
-        return [
-            payload if rank == self.rank else self._receive(length, rank)
-            for rank, length in enumerate(lengths.tolist())
-        ]
+    def _scatter(self, step: str, parts: Sequence[bytes] | None) -> bytes:
+        with self._peers(step):
+            lengths = torch.zeros(self.world_size, dtype=torch.int64)
+            if parts is not None:
+                lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+            dist.broadcast(lengths, group_src=COORDINATOR, group=self.group)
+            if parts is None:
+                return self._receive(int(lengths[self.rank]), COORDINATOR)
+            for rank, part in enumerate(parts):
+                if rank != self.rank:
+                    self._send(part, rank)
+            return parts[self.rank]
 
-    def _scatter(self, parts: Sequence[bytes] | None) -> bytes:
-        lengths = torch.zeros(self.world_size, dtype=torch.int64)
-        if parts is not None:
-            lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-        dist.broadcast(lengths, group_src=COORDINATOR, group=self.group)
-        if parts is None:
-            return self._receive(int(lengths[self.rank]), COORDINATOR)
-        for rank, part in enumerate(parts):
-            if rank != self.rank:
-                self._send(part, rank)
-        return parts[self.rank]
-
-    def _broadcast(self, whole: bytes | None) -> bytes:
-        length = torch.tensor([0 if whole is None else len(whole)], dtype=torch.int64)
-        dist.broadcast(length, group_src=COORDINATOR, group=self.group)
-        buffer = bytearray(int(length)) if whole is None else bytearray(whole)
-        for piece in _pieces(buffer):
-            dist.broadcast(piece, group_src=COORDINATOR, group=self.group)
-        return bytes(buffer) if whole is None else whole
+    def _broadcast(self, step: str, whole: bytes | None) -> bytes:
+        with self._peers(step):
+            length = torch.tensor([0 if whole is None else len(whole)], dtype=torch.int64)
+            dist.broadcast(length, group_src=COORDINATOR, group=self.group)
+            buffer = bytearray(int(length)) if whole is None else bytearray(whole)
+            for piece in _pieces(buffer):
+                dist.broadcast(piece, group_src=COORDINATOR, group=self.group)
+            return bytes(buffer) if whole is None else whole
 
     def _send(self, payload: bytes, rank: int) -> None:
         for piece in _pieces(bytearray(payload)):
