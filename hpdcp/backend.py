@@ -141,7 +141,7 @@ class Backend(ABC):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove the keys, durably; one that is not there is fine. After a failure the others are removed all the same.
 
-        Folders are left, even empty ones.
+        The folder of a removed key goes as well when that leaves it empty; the root stays.
         """
 
     def close(self) -> None:

@@ -202,6 +202,11 @@ class LocalBackend(Backend):
             except OSError as error:
                 failure = failure or storage_error(error, doing="delete", url=self.url, key=key)
         for folder, key in folders.items():
+            if folder != self.url:
+                # One that still holds something refuses, and one that others are about to fill is made again.
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
+                    folder = os.path.dirname(folder)
             try:
                 sync_folder(folder)
             except FileNotFoundError:

@@ -165,3 +165,15 @@ def test_where_the_system_gives_no_threads_the_caller_does_the_work(
     target = bytearray(LARGE)
     backend.read_ranges("key", [ByteRange(0, LARGE)], [memoryview(target)])
     assert target == data
+
+
+def test_a_folder_goes_with_its_last_key_and_the_root_stays(tmp_path: Path) -> None:
+    backend = LocalBackend(str(tmp_path / "root"))
+    backend.prepare()
+    (tmp_path / "root" / "theirs").mkdir()
+    for key in ("mail/one", "mail/two", "top"):
+        backend.publish(key, b"x")
+    backend.delete(["mail/one"])
+    assert (tmp_path / "root" / "mail").is_dir()
+    backend.delete(["mail/two", "top"])
+    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["theirs"]
