@@ -17,7 +17,9 @@ from hpdcp.errors import (
 )
 
 _MOST_NAMED: Final = 50
-"""Names that one error spells out."""
+"""Names that one warning spells out."""
+_MOST_REFUSED: Final = 1000
+"""Keys that one error spells out for each kind of trouble: all that somebody could still read."""
 
 
 class Trouble(Enum):
@@ -52,28 +54,30 @@ class Problems:
     """What does not fit, gathered over the whole state dict before anything is said."""
 
     def __init__(self) -> None:
-        self._found: dict[Trouble, list[str]] = {trouble: [] for trouble in Trouble}
+        self._found: dict[Trouble, list[tuple[str, str]]] = {trouble: [] for trouble in Trouble}
 
-    def add(self, trouble: Trouble, key: str) -> None:
-        self._found[trouble].append(key)
+    def add(self, trouble: Trouble, key: str, text: str) -> None:
+        """Note that `key` does not fit; `text` is what an error says of it, its name included."""
+        self._found[trouble].append((key, text))
 
     def forgive(self, *troubles: Trouble) -> tuple[str, ...]:
         """Forget these kinds, and say which keys they were about."""
-        keys = tuple(key for trouble in troubles for key in self._found[trouble])
+        keys = tuple(key for trouble in troubles for key, _ in self._found[trouble])
         self._found |= {trouble: [] for trouble in troubles}
         return keys
 
     def raise_if_any(self) -> None:
         """One error with everything; of the closest class when there is only one kind of problem."""
-        found = {trouble: keys for trouble, keys in self._found.items() if keys}
+        found = {trouble: [text for _, text in keys] for trouble, keys in self._found.items() if keys}
         if found:
             lines = [
-                f"{len(keys)} keys {trouble.what}: {listed(keys)}. {trouble.advice}" for trouble, keys in found.items()
+                f"{len(texts)} keys {trouble.what}: {listed(texts, most=_MOST_REFUSED)}. {trouble.advice}"
+                for trouble, texts in found.items()
             ]
             raise (next(iter(found)).error if len(found) == 1 else LoadMismatchError)("; ".join(lines))
 
 
-def listed(parts: Sequence[str]) -> str:
+def listed(parts: Sequence[str], *, most: int = _MOST_NAMED) -> str:
     """The parts as text, the first few spelled out."""
-    more = f", and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
-    return ", ".join(parts[:_MOST_NAMED]) + more
+    more = f", and {len(parts) - most} more" if len(parts) > most else ""
+    return ", ".join(parts[:most]) + more

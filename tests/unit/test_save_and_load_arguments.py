@@ -119,5 +119,5 @@ def test_without_a_process_group_a_save_is_one_rank_with_global_metadata(tmp_pat
 
 
 def test_public_modules_are_there_without_being_imported_by_name() -> None:
-    for name in ("errors.HpdcpError", "utils.flatten_state_dict", "utils.unflatten_state_dict", "ragged.from_local"):
-        run_python(["-c", f"import hpdcp; hpdcp.{name}"])
+    used = "hpdcp.errors.HpdcpError, hpdcp.utils.flatten_state_dict, hpdcp.ragged.from_local, hpdcp.config.using"
+    run_python(["-c", f"import hpdcp; {used}"])
