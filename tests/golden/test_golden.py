@@ -14,13 +14,18 @@ from hpdcp.commit import METADATA
 from hpdcp.metadata import Metadata, PerRankStorageMetadata, TensorStorageMetadata
 from tests.golden import values
 
-FOLDERS = ["version_1/together", "version_1/apart"]
 HERE = Path(__file__).parent
+TOGETHER = HERE / "version_1" / "together"
+"""All of `make_golden.state`, saved by two ranks as one."""
+APART = HERE / "version_1" / "apart"
+"""The model and the ranks' own state, saved by two ranks without collectives."""
 
 
-@pytest.fixture(params=FOLDERS)
+@pytest.fixture(params=[TOGETHER, APART], ids=lambda folder: folder.name)
 def folder(request: pytest.FixtureRequest) -> Path:
-    return HERE / str(request.param)
+    found = request.param
+    assert isinstance(found, Path)
+    return found
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -35,8 +40,9 @@ def unlike(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(wrong), dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
 
 
-def expected_tensors() -> dict[str, Any]:
-    return {
+def expected_tensors(folder: Path) -> dict[str, Any]:
+    """By group and name; what is stored at the top comes as the group "more"."""
+    model = {
         "model": {
             "rows": values.sharded(3),
             "columns": values.sharded(4, torch.bfloat16),
@@ -45,7 +51,11 @@ def expected_tensors() -> dict[str, Any]:
             "tied": torch.arange(4.0),
             "also tied": torch.arange(4.0),
             "chunked": values.chunked(),
-        },
+        }
+    }
+    if folder == APART:
+        return model
+    return model | {
         "dtypes": {name: values.of_dtype(name) for name in values.DTYPES},
         "odd": {"": torch.tensor(1), "a/../b": torch.tensor(2), "__metadata__": torch.tensor(3), 7: torch.tensor(4)},
         "more": {"nan": values.nan_payloads(), "scalar": torch.tensor(2.5, dtype=torch.float64)},
@@ -53,17 +63,23 @@ def expected_tensors() -> dict[str, Any]:
 
 
 def test_every_tensor_loads_bit_for_bit(folder: Path) -> None:
-    expected = expected_tensors()
+    expected = expected_tensors(folder)
     target = {group: {name: unlike(tensor) for name, tensor in tensors.items()} for group, tensors in expected.items()}
-    more = target.pop("more")
-    hpdcp.load({**target, **more, "empty": torch.empty(0, 3, dtype=torch.int32)}, checkpoint_id=folder)
+    nested = {group: tensors for group, tensors in target.items() if group != "more"}
+    hpdcp.load({**nested, **target.get("more", {})}, checkpoint_id=folder)
     for group, tensors in expected.items():
         for name, tensor in tensors.items():
-            assert bits({**target, "more": more}[group][name]) == bits(tensor), (group, name)
+            assert bits(target[group][name]) == bits(tensor), (group, name)
+
+
+def test_a_tensor_without_elements_is_on_record() -> None:
+    hpdcp.load({"empty": torch.empty(0, 3, dtype=torch.int32)}, checkpoint_id=TOGETHER)
+    record = Metadata.from_bytes((TOGETHER / METADATA).read_bytes(), where="golden").state_dict_metadata["empty"]
+    assert record == TensorStorageMetadata("int32", (0, 3), ())
 
 
 def test_any_slice_loads(folder: Path) -> None:
-    for name, whole in expected_tensors()["model"].items():
+    for name, whole in expected_tensors(folder)["model"].items():
         if whole.ndim != 2 or whole.shape[0] < 3:
             continue
         part = unlike(whole[1:3, 1:].contiguous())
@@ -73,9 +89,9 @@ def test_any_slice_loads(folder: Path) -> None:
         assert bits(part) == bits(whole[1:3, 1:]), name
 
 
-def test_every_python_value_loads_with_its_type(folder: Path) -> None:
+def test_every_python_value_loads_with_its_type() -> None:
     target: dict[str, Any] = {"values": None}
-    hpdcp.load(target, checkpoint_id=folder)
+    hpdcp.load(target, checkpoint_id=TOGETHER)
     expected = values.values()
     found = target["values"]
     assert list(found) == list(expected)
@@ -97,13 +113,12 @@ def test_every_rank_s_own_state_is_handed_over(folder: Path) -> None:
 
 
 def test_checksums_hold(folder: Path) -> None:
-    expected = expected_tensors()
     reader = hpdcp.FileSystemReader(folder, verify="always")
-    hpdcp.load({name: expected[name] for name in ("model", "dtypes", "odd")}, storage_reader=reader)
+    hpdcp.load({"model": expected_tensors(folder)["model"], "rng": hpdcp.PerRank.all()}, storage_reader=reader)
 
 
 def test_the_metadata_reads_as_it_was_recorded() -> None:
-    data = (HERE / FOLDERS[0] / METADATA).read_bytes()
+    data = (TOGETHER / METADATA).read_bytes()
     assert b'"format":"hpdcp","version":"1.0"' in data
     metadata = Metadata.from_bytes(data, where="golden")
     assert metadata.world_size == values.WORLD and metadata.settings["layout"] == "safetensors"
@@ -114,4 +129,4 @@ def test_the_metadata_reads_as_it_was_recorded() -> None:
     assert isinstance(tied, TensorStorageMetadata) and tied.alias_of == "model.also tied"
     assert isinstance(metadata.state_dict_metadata["rng.state"], PerRankStorageMetadata)
     for name, size in metadata.files.items():
-        assert (HERE / FOLDERS[0] / name).stat().st_size == size
+        assert (TOGETHER / name).stat().st_size == size
