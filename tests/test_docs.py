@@ -1,0 +1,100 @@
+"""What the documentation says is true: its code runs, its links lead somewhere, its columns are those on disk."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpdcp
+from hpdcp.container import unpack_columns
+from tests.support.ranks import ROOT, run_python
+
+PAGES = sorted([ROOT / "README.md", ROOT / "backends/README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```python(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUNNABLE = [ROOT / "README.md", *sorted((ROOT / "docs/how-to").glob("*.md"))]
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(name of the file it is to be put into, code) of every python block."""
+    return BLOCK.findall(page.read_text())
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in RUNNABLE if blocks(page)], ids=name_of)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "page"}
+    if page.name == "README.md":
+        # Its first lines are an excerpt of a script.
+        namespace |= {"hpdcp": hpdcp, "model": {}, "optimizer": {}, "step": 0, "state": {}}
+    logger = logging.getLogger("hpdcp")
+    level = logger.level
+    try:
+        for number, (file, code) in enumerate(blocks(page)):
+            if not file:
+                exec(compile(code, f"{name_of(page)}, block {number}", "exec"), namespace)
+    finally:
+        logger.setLevel(level)  # a page sets it
+
+
+def test_the_readmes_script_trains_on_four_ranks_and_resumes_on_two(tmp_path: Path) -> None:
+    ((_, code),) = [block for block in blocks(ROOT / "README.md") if block[0] == "train.py"]
+    folder = str(tmp_path / "sharded")
+    assert code.count('"checkpoints/sharded"') == 3
+    script = tmp_path / "train.py"
+    script.write_text(code.replace("checkpoints/sharded", folder))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    first = run_python([*torchrun, "--nproc-per-node=4", str(script)], timeout=120)
+    then = run_python([*torchrun, "--nproc-per-node=2", str(script), "resume"], timeout=120)
+    assert first.count("step 3,") == 4
+    assert then.count("step 6,") == 2
+    assert hpdcp.FileSystemReader(folder).load_metadata().world_size == 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)\)", page.read_text())
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_every_page_is_listed() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and page.parent.name != "changes"]
+    unlisted = [page for page in pages if f"({page.relative_to(ROOT / 'docs')})" not in index]
+    assert unlisted == [ROOT / "docs/README.md"]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (ROOT / "docs/reference/README.md").read_text()
+    assert [name for name in hpdcp.__all__ if not re.search(rf"`(hpdcp\.)?{name}\b", text)] == []
+
+
+def test_the_format_page_has_every_column_and_every_setting(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3), "n": 1, "own": hpdcp.PerRank(2)}
+    hpdcp.save(state, checkpoint_id=tmp_path / "together")
+    hpdcp.save(state, checkpoint_id=tmp_path / "apart", no_dist=True)
+    text = (ROOT / "docs/explanation/format.md").read_text()
+    spelled = set(re.findall(r"`([\w.]+)`", text))
+    # `entry.fqn.blob`, `.ends` stands for entry.fqn.blob and entry.fqn.ends
+    spelled |= {name.removesuffix(".blob") + ".ends" for name in spelled if name.endswith(".blob")}
+    for file in (tmp_path / "together/.metadata", tmp_path / "apart/0.metadata"):
+        columns, settings = unpack_columns(file.read_bytes(), where=str(file))
+        assert set(columns) <= spelled
+        assert set(settings) <= spelled
+        described = {name for name in spelled if name.split(".")[0] in ("entry", "chunk", "storage", "file")}
+        assert {name for name in described if "." in name} <= {*columns}
+
+
+def test_the_extra_that_the_readme_installs_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {name for page in PAGES for name in re.findall(r"(?:hpdcp|\.)\[(\w+)\]", page.read_text())}
+    assert named <= set(extras)
