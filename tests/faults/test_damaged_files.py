@@ -21,6 +21,7 @@ from hpdcp.errors import (
     IncompleteCheckpointError,
 )
 from hpdcp.metadata import HEAD_BYTES
+from hpdcp.verify import verify_checkpoint
 
 SENTINEL = -7.0
 
@@ -141,6 +142,22 @@ def test_every_flipped_data_byte_is_found_with_verify_always(folder: Path) -> No
         assert path.name in str(caught.value)
         path.write_bytes(sound)
     hpdcp.load(targets(), storage_reader=hpdcp.FileSystemReader(folder, verify="always"))
+
+
+def test_a_flipped_byte_anywhere_in_any_data_file_is_found_by_verify(folder: Path) -> None:
+    assert verify_checkpoint(folder).is_sound
+    chance = random.Random(11)
+    for path in (tensors(folder), objects(folder)):
+        sound = path.read_bytes()
+        for position in [0, 9, len(sound) - 1, *(chance.randrange(len(sound)) for _ in range(20))]:
+            flip(path, position, 1 << chance.randrange(8))
+            report = verify_checkpoint(folder)
+            assert {damage.key for damage in report.damages} == {path.name}, position
+            path.write_bytes(sound)
+        path.unlink()
+        assert {damage.key for damage in verify_checkpoint(folder).damages} == {path.name}
+        path.write_bytes(sound)
+    assert verify_checkpoint(folder).is_sound
 
 
 def test_a_flipped_byte_outside_the_slice_that_is_read_is_found_in_the_blocks_it_touches(folder: Path) -> None:

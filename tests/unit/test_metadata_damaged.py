@@ -17,8 +17,10 @@ import torch
 import hpdcp
 from hpdcp.container import pack_columns, unpack_columns
 from hpdcp.errors import CorruptCheckpointError, HpdcpError, UnsupportedFormatError
+from hpdcp.inspect import inspect_checkpoint
 from hpdcp.metadata import Metadata
 from hpdcp.tables import EntryKind
+from hpdcp.verify import verify_checkpoint
 
 Columns = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
@@ -62,17 +64,22 @@ def little_memory() -> Iterator[None]:
 def try_load(folder: Path, data: bytes) -> HpdcpError | None:
     """What a load of everything raises with this `.metadata`; anything but an hpdcp error fails the test."""
     (folder / ".metadata").write_bytes(data)
-    target = state(-1.0)
-    try:
-        with warnings.catch_warnings():
-            # Damage may well turn one dtype into another that can be cast.
-            warnings.simplefilter("ignore")
-            hpdcp.load(target, checkpoint_id=folder)
-            gathered = {"rng": hpdcp.PerRank.all(None)}
-            hpdcp.load(gathered, checkpoint_id=folder)
-    except HpdcpError as error:
-        return error
-    return None
+    attempts: list[Callable[[], object]] = [
+        lambda: hpdcp.load(state(-1.0), checkpoint_id=folder),
+        lambda: hpdcp.load({"rng": hpdcp.PerRank.all(None)}, checkpoint_id=folder),
+        lambda: verify_checkpoint(folder),
+        lambda: inspect_checkpoint(folder),
+    ]
+    errors: list[HpdcpError] = []
+    with warnings.catch_warnings():
+        # Damage may well turn one dtype into another that can be cast.
+        warnings.simplefilter("ignore")
+        for attempt in attempts:
+            try:
+                attempt()
+            except HpdcpError as error:
+                errors.append(error)
+    return errors[0] if errors else None
 
 
 @pytest.mark.usefixtures("little_memory")
