@@ -99,17 +99,16 @@ def load(
             and no tensor was changed.
         CheckpointError, StorageError, RankFailedError: on every rank; targets may be changed in part.
     """
-    sharing = SharingOptions.from_flags(
-        configured=config.current().broadcast,
-        replicated_tensors=broadcast_replicated_tensors,
-        groups=broadcast_groups,
-        batch_bytes=broadcast_batch_bytes,
-        alone="no_dist=True" if no_dist else None if use_collectives else "use_collectives=False",
-    )
     with contextlib.ExitStack() as opened:
         load_state(
             state_dict,
-            sharing=sharing,
+            sharing=lambda: SharingOptions.from_flags(
+                configured=config.current().broadcast,
+                replicated_tensors=broadcast_replicated_tensors,
+                groups=broadcast_groups,
+                batch_bytes=broadcast_batch_bytes,
+                alone="no_dist=True" if no_dist else None if use_collectives else "use_collectives=False",
+            ),
             open_reader=lambda: open_reader(checkpoint_id, storage_reader, opened),
             planner=planner or StandardLoadPlanner(),
             exchange=open_exchange(no_dist=no_dist, use_collectives=use_collectives),

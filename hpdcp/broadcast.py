@@ -10,19 +10,20 @@ that cannot read sends filler, says so, and raises when the walk is over.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from hpdcp import device
-from hpdcp.errors import PeerLostError
+from hpdcp.errors import InvalidArgumentError, PeerLostError
 from hpdcp.load_plan import LoadPlan, ReadItem, SharedPart, cut_items
 from hpdcp.metadata import Metadata, MetadataIndex
 from hpdcp.planner import LoadPlanner, PlannerContext
@@ -36,6 +37,8 @@ STATUS_BYTES: Final = 64 << 20
 """After so many bytes of single shards their source says whether all is well; a batch says so itself."""
 _TAIL_BYTES: Final = 16
 """At the end of a batch, its first byte the status; a multiple of every element's size."""
+
+_SENDING: Final = "tensors were broadcast"
 
 _TYPED: Final = frozenset({"float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"})
 """Dtypes that every process group sends as they are; others travel as bytes (gloo 2.13 refuses int16, uint16 to
@@ -105,19 +108,34 @@ def broadcast_groups_for_load(
 
     Those of `new` are created in order, and destroyed at the end in order of their ranks. A rank that is no member of
     one keeps nothing of it. Given groups are left alone.
+
+    Raises:
+        PeerLostError: a group could not be made, since a rank died or did not come.
     """
     groups = dict(given)
     created: list[Group] = []
-    for ranks in new:
-        made = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
-        if me in ranks:
-            groups[ranks] = made
-            created.append(ranks)
     try:
+        for ranks in new:
+            with _peers(me, f"making a process group of the ranks {ranks}"):
+                made = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+            if me in ranks:
+                groups[ranks] = made
+                created.append(ranks)
         yield groups
     finally:
         for ranks in sorted(created):
-            dist.destroy_process_group(groups[ranks])
+            dist.destroy_process_group(groups.pop(ranks))
+
+
+@contextlib.contextmanager
+def _peers(me: int, doing: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise PeerLostError(
+            f"rank {me} lost the other ranks while {doing}: {error}. A rank died or took longer than the group's "
+            "timeout; look at the other ranks' output for the first error."
+        ) from error
 
 
 def read_and_broadcast(
@@ -128,8 +146,9 @@ def read_and_broadcast(
     groups: Mapping[Group, dist.ProcessGroup],
     me: int,
     batch_bytes: int,
-) -> LoadPlan:
-    """Fill every shared part of `plan`; returns what this rank still has to read for itself alone.
+    failure: Exception | None = None,
+) -> None:
+    """Fill every shared part of `plan`, or with a `failure` of this rank walk along, so that no other waits for it.
 
     Raises:
         PeerLostError: another rank died or fell silent.
@@ -140,20 +159,18 @@ def read_and_broadcast(
     items: dict[MetadataIndex, list[ReadItem]] = {}
     for item in plan.items:
         items.setdefault(item.dest_index, []).append(item)
-    shared = {part.index for part in parts}
-    walk = _Walk(reader, planner, groups, me, items)
-    walk.run(units_of(parts, batch_bytes))
-    return LoadPlan.build([item for item in plan.items if item.dest_index not in shared])
+    _Walk(reader, _InTurn(planner), groups, me, items, failure).run(units_of(parts, batch_bytes))
 
 
 class _Walk:
     def __init__(
         self,
         reader: StorageReader,
-        planner: LoadPlanner,
+        planner: _InTurn,
         groups: Mapping[Group, dist.ProcessGroup],
         me: int,
         items: Mapping[MetadataIndex, Sequence[ReadItem]],
+        failure: Exception | None,
     ) -> None:
         self._reader = reader
         self._planner = planner
@@ -164,46 +181,38 @@ class _Walk:
         self._in_trouble = threading.Event()
         """Some rank has failed: what is read from now on is for nothing, so nothing is."""
         self._flying: deque[tuple[dist.Work, Callable[[], None]]] = deque()
+        if failure is not None:
+            self._fail(failure)
 
     def run(self, units: Sequence[_Unit]) -> None:
-        ahead: queue.Queue[_Load] = queue.Queue(READ_AHEAD)
-        stop = threading.Event()
-        mine = [unit for unit in units if unit.source == self._me and unit.parts]
-        thread = threading.Thread(target=self._read_ahead, args=(mine, ahead, stop), name="hpdcp-read-ahead")
-        thread.start()
+        ahead = _ReadAhead([unit for unit in units if unit.source == self._me and unit.parts], self._loaded)
         try:
             for unit in units:
                 self._step(unit, ahead)
             while self._flying:
                 self._land()
         finally:
-            stop.set()
-            thread.join()
+            ahead.close()
         if self._failure is not None:
             raise self._failure
 
-    def _read_ahead(self, units: Sequence[_Unit], ahead: queue.Queue[_Load], stop: threading.Event) -> None:
-        for unit in units:
-            load = _Load(unit, self._planner)
-            if not self._in_trouble.is_set():
-                try:
-                    load.read(self._reader, self._items)
-                except BaseException as error:  # noqa: BLE001  # raised when the walk is over
-                    self._fail(error)
-            while not stop.is_set():
-                with contextlib.suppress(queue.Full):
-                    ahead.put(load, timeout=0.1)
-                    break
-            if stop.is_set():
-                return
+    def _loaded(self, unit: _Unit) -> _Load:
+        """The unit's bytes, read; or, when something has failed, a place for filler."""
+        load = _Load(unit, self._planner)
+        if not self._in_trouble.is_set():
+            try:
+                load.read(self._reader, self._items)
+            except BaseException as error:  # noqa: BLE001  # raised when the walk is over
+                self._fail(error)
+        return load
 
-    def _step(self, unit: _Unit, ahead: queue.Queue[_Load]) -> None:
+    def _step(self, unit: _Unit, ahead: _ReadAhead) -> None:
         if not unit.parts:
             status = torch.tensor([self._in_trouble.is_set()], dtype=torch.uint8)
             self._send(unit, status, lambda: self._heed(int(status[0]) != 0))
             return
         if unit.source == self._me:
-            load = ahead.get()
+            load = ahead.take()
             load.say(self._in_trouble.is_set())
         else:
             load = _Load(unit, self._planner)
@@ -212,7 +221,7 @@ class _Walk:
 
     def _send(self, unit: _Unit, payload: torch.Tensor, landed: Callable[[], None]) -> None:
         group = self._groups[unit.group]
-        with self._peers():
+        with _peers(self._me, _SENDING):
             work = dist.broadcast(payload, src=unit.source, group=group, async_op=True)
         assert work is not None
         self._flying.append((work, landed))
@@ -221,19 +230,9 @@ class _Walk:
 
     def _land(self) -> None:
         work, landed = self._flying.popleft()
-        with self._peers():
+        with _peers(self._me, _SENDING):
             work.wait()
         landed()
-
-    @contextlib.contextmanager
-    def _peers(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            raise PeerLostError(
-                f"rank {self._me} lost the other ranks while tensors were broadcast: {error}. A rank died or took "
-                "longer than the group's timeout; look at the other ranks' output for the first error."
-            ) from error
 
     def _arrived(self, unit: _Unit, load: _Load) -> None:
         if unit.batch:
@@ -244,7 +243,7 @@ class _Walk:
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except BaseException as error:  # noqa: BLE001  # raised when the walk is over
+        except Exception as error:  # noqa: BLE001  # raised when the walk is over
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -256,50 +255,114 @@ class _Walk:
             self._in_trouble.set()
 
 
+class _ReadAhead:
+    """Reads units on a thread, in order; at most `READ_AHEAD` of them are read and not yet taken."""
+
+    def __init__(self, units: Sequence[_Unit], read: Callable[[_Unit], _Load]) -> None:
+        self._units = units
+        self._read = read
+        self._room = threading.Semaphore(READ_AHEAD)
+        self._ready: queue.SimpleQueue[_Load] = queue.SimpleQueue()
+        self._closed = False
+        # In the caller's context: `config.using` holds for the reader as well.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="hpdcp-read-ahead")
+        if units:
+            self._thread.start()
+
+    def take(self) -> _Load:
+        """The next unit, once it is read."""
+        load = self._ready.get()
+        self._room.release()
+        return load
+
+    def close(self) -> None:
+        """Read nothing more, and return when the thread has ended."""
+        self._closed = True
+        self._room.release()
+        if self._units:
+            self._thread.join()
+
+    def _run(self) -> None:
+        for unit in self._units:
+            self._room.acquire()
+            if self._closed:
+                return
+            self._ready.put(self._read(unit))
+
+
+class _InTurn:
+    """A planner that is asked by one thread at a time: the one that reads ahead and the one that receives."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+        self._turn = threading.Lock()
+
+    def acquire(self, parts: Sequence[SharedPart]) -> list[torch.Tensor]:
+        """The memory of each part."""
+        with self._turn:
+            return [self._planner.acquire_tensor(part.as_item()) for part in parts]
+
+    def apply(self, parts: Sequence[SharedPart], targets: Sequence[torch.Tensor]) -> None:
+        """Tell the planner that the targets are filled."""
+        with self._turn:
+            for part, target in zip(parts, targets, strict=True):
+                self._planner.apply_tensor(part.as_item(), target)
+
+
 class _Load:
     """The bytes of one unit on this rank: straight in the target, or in a buffer of the wire's shape."""
 
-    def __init__(self, unit: _Unit, planner: LoadPlanner) -> None:
+    def __init__(self, unit: _Unit, planner: _InTurn) -> None:
         self._unit = unit
         self._planner = planner
         self._buffer: torch.Tensor | None = None
         self._targets: list[torch.Tensor] = []
 
     def allocate(self) -> None:
+        """Take the memory that the bytes go to.
+
+        Raises:
+            InvalidArgumentError: the planner gave memory of another shape.
+        """
         unit = self._unit
-        self._targets = [self._planner.acquire_tensor(part.as_item()) for part in unit.parts]
-        if unit.batch or not unit.parts[0].info.direct:
+        targets = self._planner.acquire(unit.parts)
+        for part, target in zip(unit.parts, targets, strict=True):
+            if tuple(target.shape) != part.sizes:
+                raise InvalidArgumentError(
+                    f"{part.index.fqn!r}: the planner's acquire_tensor gave a tensor of shape {list(target.shape)} for "
+                    f"a box of sizes {list(part.sizes)}."
+                )
+        if unit.batch or not (unit.parts[0].info.direct and _can_receive(targets[0], unit.parts[0])):
             size = unit.nbytes + (_TAIL_BYTES if unit.batch else 0)
             self._buffer = device.empty_on_host((size,), torch.uint8)
             if unit.batch:
                 self._buffer[unit.nbytes :] = 0
+        self._targets = targets
 
     def wire(self) -> torch.Tensor:
         """What is sent or received, as one flat tensor of the transport dtype."""
         unit = self._unit
         dtype: torch.dtype = getattr(torch, unit.transport)
-        if self._buffer is not None:
-            return self._buffer.view(dtype)
-        if self._targets and not unit.batch and unit.parts[0].info.direct:
-            flat = self._targets[0].detach().reshape(-1)
-            return flat if flat.dtype == dtype else flat.view(dtype)
-        # Nothing could be allocated or acquired here; the walk goes on with bytes that nobody looks at.
-        filler = unit.nbytes + (_TAIL_BYTES if unit.batch else 0)
-        self._buffer = device.empty_on_host((filler,), torch.uint8)
+        if self._buffer is None and self._targets:
+            return self._targets[0].detach().view(-1).view(dtype)
+        if self._buffer is None:
+            # Nothing could be acquired here; the walk goes on with bytes that nobody looks at.
+            self._buffer = device.empty_on_host((unit.nbytes + (_TAIL_BYTES if unit.batch else 0),), torch.uint8)
         return self._buffer.view(dtype)
 
     def read(self, reader: StorageReader, items: Mapping[MetadataIndex, Sequence[ReadItem]]) -> None:
         """Fill the buffer, or the target itself, from storage."""
         self.allocate()
         wanted: list[ReadItem] = []
-        memory: dict[tuple[MetadataIndex, tuple[int, ...]], torch.Tensor] = {}
+        memory: _Memory = {}
         for part, view in zip(self._unit.parts, self._views(), strict=True):
             for item in cut_items(items[part.index], part.offsets, part.sizes, self._unit.source):
                 begin = tuple(a - b for a, b in zip(item.dest_offsets, part.offsets, strict=True))
                 box = view
                 for axis, (start, size) in enumerate(zip(begin, item.lengths, strict=True)):
                     box = box.narrow(axis, start, size)
-                memory[item.dest_index, item.dest_offsets] = box
+                memory[item.dest_index, item.dest_offsets, item.lengths] = box
                 wanted.append(item)
         reader.execute_read(LoadPlan.build(wanted), _IntoMemory(memory))
 
@@ -316,8 +379,7 @@ class _Load:
             else:
                 for target, view in zip(self._targets, views, strict=True):
                     device.copy_into(target, view)
-        for part, target in zip(self._unit.parts, self._targets, strict=True):
-            self._planner.apply_tensor(part.as_item(), target)
+        self._planner.apply(self._unit.parts, self._targets)
 
     def say(self, trouble: bool) -> None:
         """Let the batch tell its receivers whether its bytes are good."""
@@ -342,14 +404,28 @@ class _Load:
         return views
 
 
+def _can_receive(target: torch.Tensor, part: SharedPart) -> bool:
+    """Whether the part's bytes, as they are stored, are what the target's memory is to hold."""
+    return (
+        device.is_host(target)
+        and target.is_contiguous()
+        and target.dtype == getattr(torch, part.stored_dtype)
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+_Memory: TypeAlias = dict[tuple[MetadataIndex, tuple[int, ...], tuple[int, ...]], torch.Tensor]
+"""Where boxes go, by destination chunk, offsets and sizes: stored boxes may overlap, and begin at one place."""
+
+
 class _IntoMemory(LoadPlanner):
     """Lets a reader fill buffers that are not targets yet."""
 
-    def __init__(self, memory: Mapping[tuple[MetadataIndex, tuple[int, ...]], torch.Tensor]) -> None:
+    def __init__(self, memory: _Memory) -> None:
         self._memory = memory
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
-        return self._memory[item.dest_index, item.dest_offsets]
+        return self._memory[item.dest_index, item.dest_offsets, item.lengths]
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         return

@@ -109,7 +109,7 @@ class SharedColumns:
     dtype_names: StringColumn
     group_ends: I64
     group_ranks: I64
-    """Every group of the load, member or not: all ranks create the same ones in the same order."""
+    """The groups that this rank shares with, each the ranks of one after another."""
 
     @classmethod
     def none(cls) -> SharedColumns:
@@ -181,7 +181,7 @@ class LoadPlan:
         names = {fqn: row for row, fqn in enumerate(dict.fromkeys(index.fqn for index in kinds))}
         dtypes = {name: row for row, name in enumerate(dict.fromkeys(target.dtype for target in known.values()))}
         described = [known.get(index) for index in kinds]
-        return cls(
+        plan = cls(
             StringColumn.from_strings(names),
             StringColumn.from_strings(dtypes),
             TargetColumns(
@@ -200,6 +200,8 @@ class LoadPlan:
                 np.array([-1 if item.source is None else item.source for item in items], dtype=np.int64),
             ),
         )
+        plan.items = tuple(items)
+        return plan
 
     @cached_property
     def indexes(self) -> list[MetadataIndex]:

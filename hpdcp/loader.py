@@ -1,4 +1,4 @@
-"""The one path every load takes: read the metadata once, plan, check, read each its own."""
+"""The one path every load takes: read the metadata once, plan, check, read what is shared once and the rest each."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from hpdcp.errors import (
 from hpdcp.load_plan import LoadPlan, decided_plan, decision_bytes
 from hpdcp.metadata import Metadata
 from hpdcp.planner import LoadPlanner, PlannerContext
-from hpdcp.sharing import SharingOptions, new_groups, share
+from hpdcp.sharing import SharingOptions, groups_at_hand, new_groups, share
 from hpdcp.sources import Group
 from hpdcp.storage import RankMetadata, StorageReader
 from hpdcp.timing import stage, timed
 
 _GLOBAL: Final = b"G"
 _BY_RANK: Final = b"R"
+_READING: Final = "reading into the targets (what they hold now is undefined)"
 
 
 @timed("_load_impl")
@@ -38,15 +39,17 @@ def load_state(
     open_reader: Callable[[], StorageReader],
     planner: LoadPlanner,
     exchange: Exchange,
-    sharing: SharingOptions | None = None,
+    sharing: Callable[[], SharingOptions] = SharingOptions,
 ) -> None:
     """Fill `state_dict` in place from the checkpoint of a reader, on all ranks of `exchange`.
 
-    `open_reader` runs where a failure reaches all ranks.
+    `open_reader` and `sharing` run where a failure reaches all ranks.
 
     Where there is no global metadata but ranks saved each for itself, each rank reads for itself as well.
     """
-    load = _Load(state_dict, open_reader, planner, exchange, sharing or SharingOptions())
+    load = _Load(state_dict, open_reader, planner, exchange, sharing)
+    if isinstance(exchange, Alone):
+        load.check_arguments()
     try:
         load.run()
     except CheckpointReplacedError:
@@ -83,9 +86,9 @@ class _Load:
         open_reader: Callable[[], StorageReader],
         planner: LoadPlanner,
         exchange: Exchange,
-        sharing: SharingOptions,
+        sharing: Callable[[], SharingOptions],
     ) -> None:
-        self._sharing = sharing
+        self._sharing_of_flags = sharing
         self._state_dict = state_dict
         self._open_reader = open_reader
         self._planner = planner
@@ -96,6 +99,14 @@ class _Load:
     @cached_property
     def _reader(self) -> StorageReader:
         return self._open_reader()
+
+    @cached_property
+    def _sharing(self) -> SharingOptions:
+        return self._sharing_of_flags()
+
+    def check_arguments(self) -> None:
+        """Raise what is wrong with them before anything is read."""
+        _ = self._sharing
 
     def run(self) -> None:
         metadata, apart = find_metadata(lambda: self._reader, self._exchange)
@@ -144,7 +155,7 @@ class _Load:
         plan = decided_plan(decision, self._local_plan)
         self.reading = True
         with self._groups_for(plan, exchange) as groups:
-            exchange.agree("reading", lambda: self._read(plan, groups, exchange.rank))
+            exchange.agree(_READING, lambda: self._read(plan, groups, exchange.rank))
         exchange.agree("finishing the load", self._planner.finish_load)
         return True
 
@@ -153,20 +164,29 @@ class _Load:
     ) -> contextlib.AbstractContextManager[Mapping[Group, dist.ProcessGroup]]:
         if not isinstance(exchange, ProcessGroupExchange):
             return contextlib.nullcontext({})
-        given = {tuple(range(exchange.world_size)): exchange.group, **self._sharing.groups}
+        at_hand = groups_at_hand(plan, self._sharing, exchange.group)
         timeout = timedelta(seconds=config.current().group_timeout)
-        return broadcast_groups_for_load(new_groups(plan), given, me=exchange.rank, timeout=timeout)
+        return broadcast_groups_for_load(new_groups(plan), at_hand, me=exchange.rank, timeout=timeout)
 
     def _read(self, plan: LoadPlan, groups: Mapping[Group, dist.ProcessGroup], rank: int) -> None:
-        plan = self._planner.finalize_plan(plan)
+        final, failure = plan, None
+        try:
+            final = self._planner.finalize_plan(plan)
+        except Exception as error:
+            if not plan.shared:
+                raise
+            failure = error  # others wait for what this rank was to send
         with stage("execute_read"):
             if plan.shared:
-                plan = read_and_broadcast(
+                read_and_broadcast(
                     plan,
                     reader=self._reader,
                     planner=self._planner,
                     groups=groups,
                     me=rank,
                     batch_bytes=self._sharing.batch_bytes,
+                    failure=failure,
                 )
-            self._reader.execute_read(plan, self._planner)
+                filled = {part.index for part in plan.shared}
+                final = LoadPlan.build([item for item in final.items if item.dest_index not in filled])
+            self._reader.execute_read(final, self._planner)

@@ -21,7 +21,13 @@ from hpdcp.metadata import Metadata
 from hpdcp.sources import Group, choose_sources
 
 DEFAULT_BATCH_BYTES: Final = 6 * 1024 * 1024
-_MODE, _BATCH, _GIVEN, _HOST, _CACHED, _NEW = "broadcast", "batch_bytes", "given_groups", "host", "page_cache", "new"
+_MODE: Final = "sharing.mode"
+_BATCH: Final = "sharing.batch_bytes"
+_GIVEN: Final = "sharing.given_groups"
+_HOST: Final = "sharing.host"
+_CACHED: Final = "sharing.page_cache"
+_NEW: Final = "sharing.new_groups"
+_WHOLE: Final = "sharing.whole_group_is_given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ class SharingOptions:
         return {
             _MODE: self.mode,
             _BATCH: str(self.batch_bytes),
-            _GIVEN: json.dumps(sorted(self.groups)),
+            _GIVEN: json.dumps([[ranks, group.group_name] for ranks, group in sorted(self.groups.items())]),
             _HOST: host_id(),
             _CACHED: "1" if shares_page_cache else "0",
         }
@@ -94,34 +100,57 @@ def share(plans: Sequence[LoadPlan], said: Sequence[Mapping[str, str]], metadata
                 "Pass the same on all ranks."
             )
     mode = said[0][_MODE]
-    if mode == "never":
+    apart = len({words[_HOST] for words in said}) > 1 or any(words[_CACHED] == "0" for words in said)
+    if mode == "never" or (mode == "auto" and not apart):
         return list(plans)
-    given = [{tuple(group) for group in json.loads(words[_GIVEN])} for words in said]
+    given: list[dict[Group, str]] = [
+        {tuple(group): name for group, name in json.loads(words[_GIVEN])} for words in said
+    ]
+    whole = tuple(range(len(plans)))
+
+    @functools.cache
+    def agreed(group: Group) -> bool:
+        """Whether all members were given the same process group for these ranks."""
+        names = {given[rank].get(group) for rank in group}
+        return len(names) == 1 and None not in names
 
     def exists(group: Group) -> bool:
-        return len(group) == len(plans) or all(group in given[rank] for rank in group)
+        return group == whole or agreed(group)
 
     def shares(group: Group) -> bool:
         if mode == "always":
             return True
         return len({said[rank][_HOST] for rank in group}) > 1 or any(said[rank][_CACHED] == "0" for rank in group)
 
-    shared = choose_sources(
+    shared, groups = choose_sources(
         plans,
         metadata,
         itemsize=lambda name: _dtype(name).itemsize,
         transport=transport_dtype,
         shares=shares,
         exists=exists,
+        batch_bytes=int(said[0][_BATCH]),
     )
-    groups = shared[0].shared_columns.groups
-    new = json.dumps([group for group in groups if not exists(group)])
-    return [plan.with_storage_data({**plan.storage_data, _NEW: new}) for plan in shared]
+    answer = {
+        _NEW: json.dumps([group for group in groups if not exists(group)]),
+        _WHOLE: "1" if agreed(whole) else "0",
+    }
+    return [plan.with_storage_data({**plan.storage_data, **answer}) for plan in shared]
 
 
 def new_groups(plan: LoadPlan) -> list[Group]:
-    """The groups that every rank has to create for this load, in order."""
+    """The groups that every rank has to create for this load, member or not, in order."""
     return [tuple(group) for group in json.loads(plan.storage_data.get(_NEW, "[]"))]
+
+
+def groups_at_hand(
+    plan: LoadPlan, options: SharingOptions, all_ranks: dist.ProcessGroup
+) -> dict[Group, dist.ProcessGroup]:
+    """The groups that exist already: those given, and for all ranks theirs, unless every one was given another."""
+    found = dict(options.groups)
+    if plan.storage_data.get(_WHOLE) != "1":
+        found[tuple(range(dist.get_world_size(all_ranks)))] = all_ranks
+    return found
 
 
 @functools.cache
@@ -146,6 +175,8 @@ def _checked_groups(groups: Mapping[Any, Any]) -> dict[Group, dist.ProcessGroup]
             raise InvalidArgumentError(f"broadcast_groups has the key {ranks!r}; expected a tuple of ranks.")
         if not isinstance(group, dist.ProcessGroup):
             continue  # what torch hands to ranks that are not in the group
+        if "cpu" not in dist.get_backend_config(group):
+            continue  # it cannot carry host tensors; one is created that can
         actual = tuple(sorted(dist.get_process_group_ranks(group)))
         if actual != tuple(sorted(ranks)):
             raise InvalidArgumentError(f"broadcast_groups[{ranks}] is a group of the ranks {actual}.")

@@ -5,7 +5,9 @@ Runs on the coordinator over all ranks' plans, as columns; a pure function of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -27,11 +29,14 @@ from hpdcp.tables import (
 )
 
 STRIPE_BYTES: Final = 64 << 20
-"""A shared chunk larger than this is cut by rows into parts of about this size, each with a source of its own."""
+"""A shared chunk larger than this is cut by rows into parts of at most this size, each with a source of its own."""
 MOST_NEW_GROUPS: Final = 64
 """Process groups that one load creates: each costs every rank a handshake, member or not."""
+_LEAST_BUNDLE_BYTES: Final = 1 << 20
+"""Small parts are not spread over more sources than leave each of them this much to read in one go."""
 
 Group = tuple[int, ...]
+Bools = npt.NDArray[np.bool_]
 
 
 def choose_sources(
@@ -42,202 +47,301 @@ def choose_sources(
     transport: Callable[[str], str],
     shares: Callable[[Group], bool],
     exists: Callable[[Group], bool],
-) -> list[LoadPlan]:
-    """The same plans, with a source for each destination chunk that several ranks want alike.
+    batch_bytes: int,
+) -> tuple[list[LoadPlan], list[Group]]:
+    """The same plans, with a source for each destination chunk that several ranks want alike; and all groups of them.
 
-    Sources are balanced by bytes, largest parts first, to the rank of the group with the least to read so far; what a
-    rank reads for itself counts first. Parts come in one total order (wider elements first, then fqn, offsets, sizes:
-    the order of the files), which every rank walks: two ranks that meet in several groups never wait for each other
-    in opposite orders.
+    Chunks are alike when they are the same box of the same stored tensor, under whatever name. Sources are balanced by
+    bytes, largest parts first, to the rank of the group with the least to read so far; what a rank reads for itself
+    counts first. Small parts that follow one another go to one source together: they lie side by side in the files,
+    and a store that fetches the gaps between them as well would otherwise fetch everything once for every source.
+
+    Parts come in one total order (wider elements first, then stored name, offsets, sizes: the order of the files),
+    which every rank walks: two ranks that meet in several groups never wait for each other in opposite orders.
 
     Args:
         itemsize: bytes of an element of the dtype of that name.
         transport: name of the dtype in which a stored dtype travels.
         shares: whether this group of ranks shares at all, rather than each of them reading for itself.
-        exists: whether the group has a process group already; the others count as new.
+        exists: whether the group has a process group already; of the others, the `MOST_NEW_GROUPS` that save the most
+            bytes share.
+        batch_bytes: parts below this size are small.
     """
     wanted = _Wanted(plans, metadata, itemsize)
-    chosen, groups = wanted.choose(shares, exists)
-    return wanted.plans_with(chosen, groups, transport)
+    alike = wanted.alike().only_shared(wanted, shares, exists)
+    heads = alike.heads
+    parts = _Parts.of_chunks(wanted.boxes.take(heads), wanted.widths[heads], np.diff(alike.ends, prepend=0))
+    sources = _sources(wanted, alike, parts, batch_bytes)
+    return _plans_with(plans, wanted, alike, parts, sources, metadata, transport), alike.groups
 
 
 class _Wanted:
-    """Every rank's destination chunks side by side, the same ones next to each other."""
+    """Every rank's destination chunks, one rank after another."""
 
     def __init__(self, plans: Sequence[LoadPlan], metadata: Metadata, itemsize: Callable[[str], int]) -> None:
-        self._plans = plans
-        self._dtype_names = list(metadata.entries.dtype_names)
-        sizes = np.array([itemsize(name) if name else 1 for name in self._dtype_names], dtype=np.int64)
-        names, boxes = _common_names(plans)
+        names = list(metadata.entries.dtype_names)
         counts = np.array([len(plan.target_columns.kinds) for plan in plans], dtype=np.int64)
-        self._ranks = np.repeat(np.arange(len(plans), dtype=np.int64), counts)
-        self._rows = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(starts_of(ends_of(counts)), counts)
-        self._boxes = boxes
-        stored = np.concatenate([_stored_dtype(plan, metadata) for plan in plans])
-        self._stored = stored
-        alike, direct = [], []
-        for plan in plans:
-            code = {name: i for i, name in enumerate(self._dtype_names)}
-            mine = np.array([*(code.get(name, -1) for name in plan.dtype_names), -2], dtype=np.int64)
-            alike.append(mine[plan.target_columns.dtypes])
-            direct.append(plan.target_columns.direct.astype(np.bool_))
-        self._said = np.concatenate([plan.target_columns.dtypes for plan in plans]) >= 0
-        self._direct = np.concatenate(direct) & (np.concatenate(alike) == stored)
-        self._itemsize = np.where(stored >= 0, sizes[np.maximum(stored, 0)], 1)
-        self._nbytes = boxes.volumes() * self._itemsize
+        self.ranks = np.repeat(np.arange(len(plans), dtype=np.int64), counts)
+        self.rows = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(starts_of(ends_of(counts)), counts)
+        self.boxes = concat_chunks([plan.target_columns.boxes for plan in plans])
+        self.entries = np.concatenate([_stored_entry(plan, metadata) for plan in plans])
+        """Row of the stored tensor; -1 where nothing is read for the chunk."""
+        known = self.entries >= 0
+        self.dtypes = np.full(len(known), -1, dtype=np.int64)
+        self.dtypes[known] = metadata.entries.dtype_codes[self.entries[known]]
+        sizes = np.array([itemsize(name) if name else 1 for name in names], dtype=np.int64)
+        self.widths = np.ones(len(known), dtype=np.int64)
+        """Bytes of a stored element."""
+        self.widths[known] = sizes[self.dtypes[known]]
+        self.nbytes = self.boxes.volumes() * self.widths
         owners = np.concatenate([plan.target_columns.owners for plan in plans])
         kinds = np.concatenate([plan.target_columns.kinds for plan in plans])
-        self._sharable = (owners < 0) & (kinds == EntryKind.TENSOR) & (stored >= 0) & self._said
-        self._sort(names)
+        said = np.concatenate([plan.target_columns.dtypes for plan in plans]) >= 0
+        self.sharable = known & said & (owners < 0) & (kinds == EntryKind.TENSOR)
+        self.direct = np.concatenate([plan.target_columns.direct for plan in plans]).astype(np.bool_)
+        self.direct &= np.concatenate([_target_dtype(plan, names) for plan in plans]) == self.dtypes
 
-    def _sort(self, names: Sequence[str]) -> None:
-        """Rows in the total order; `self._starts` is where a group of identical chunks begins, its ranks ascending."""
-        in_order = sorted(range(len(names)), key=names.__getitem__)
-        place = np.empty(len(names), dtype=np.int64)
-        place[in_order] = np.arange(len(names), dtype=np.int64)
-        boxes = self._boxes.with_entry(place[self._boxes.entry])
-        keys: list[I64] = [-self._itemsize, *boxes.sort_keys(), (~self._sharable).astype(np.int64)]
-        self._order = sort_order(keys)
-        self._starts = np.flatnonzero(group_starts(keys, self._order))
-        self._lengths = np.diff(self._starts, append=len(self._order))
+    def alike(self) -> _Alike:
+        """The chunks that several ranks want, in the total order."""
+        rows = np.flatnonzero(self.sharable)
+        keys = [-self.widths[rows], *self.boxes.take(rows).with_entry(self.entries[rows]).sort_keys()]
+        order = sort_order(keys)
+        first = group_starts(keys, order)
+        ranks = self.ranks[rows]
+        again = np.zeros(len(order), dtype=np.bool_)
+        again[1:] = ~first[1:] & (ranks[order][1:] == ranks[order][:-1])
+        if again.any():
+            # A rank that wants one stored chunk twice, under two names: its second copy meets the others' second.
+            number = np.empty(len(order), dtype=np.int64)
+            runs = np.flatnonzero(~again)
+            number[order] = np.arange(len(order)) - np.repeat(runs, np.diff(runs, append=len(order)))
+            keys.append(number)
+            order = sort_order(keys)
+            first = group_starts(keys, order)
+        starts = np.flatnonzero(first)
+        lengths = np.diff(starts, append=len(order))
+        several = lengths > 1
+        ends, positions = take_runs(ends_of(lengths), np.flatnonzero(several))
+        members = rows[order][positions]
+        groups, group = _groups(self.ranks[members], ends)
+        return _Alike(members, ends, groups, group)
 
-    def choose(
-        self, shares: Callable[[Group], bool], exists: Callable[[Group], bool]
-    ) -> tuple[npt.NDArray[np.intp], list[Group]]:
-        """Which groups of identical chunks are shared, and the ranks of each of them."""
-        first = self._order[self._starts]
-        candidates = np.flatnonzero((self._lengths > 1) & self._sharable[first])
-        ranks = self._ranks[self._order].tolist()
-        spans = zip(self._starts[candidates].tolist(), self._lengths[candidates].tolist(), strict=True)
-        members = [tuple(ranks[start : start + length]) for start, length in spans]
-        agreed = {group: shares(group) for group in set(members)}
-        saved: dict[Group, int] = {}
-        for group, nbytes in zip(members, self._nbytes[first[candidates]].tolist(), strict=True):
-            if agreed[group]:
-                saved[group] = saved.get(group, 0) + nbytes * (len(group) - 1)
-        new = sorted((group for group in saved if not exists(group)), key=lambda group: (-saved[group], group))
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Sets of identical chunks, in the total order."""
+
+    members: I64
+    """Rows of `_Wanted`, set by set, ranks ascending."""
+    ends: I64
+    groups: list[Group]
+    """The ranks of sets, each once, sorted."""
+    group: I64
+    """For each set, its row in `groups`."""
+
+    @property
+    def heads(self) -> I64:
+        """The first row of each set."""
+        return self.members[starts_of(self.ends)]
+
+    def only_shared(self, wanted: _Wanted, shares: Callable[[Group], bool], exists: Callable[[Group], bool]) -> _Alike:
+        saved = np.bincount(self.group, weights=wanted.nbytes[self.heads], minlength=len(self.groups))
+        agreed = [row for row, group in enumerate(self.groups) if shares(group)]
+        new = [row for row in agreed if not exists(self.groups[row])]
+        new.sort(key=lambda row: (-saved[row] * (len(self.groups[row]) - 1), row))
         refused = set(new[MOST_NEW_GROUPS:])
-        kept = [i for i, group in enumerate(members) if agreed[group] and group not in refused]
-        return candidates[kept], [members[i] for i in kept]
-
-    def plans_with(
-        self, chosen: npt.NDArray[np.intp], members: Sequence[Group], transport: Callable[[str], str]
-    ) -> list[LoadPlan]:
-        heads = self._order[self._starts[chosen]]
-        parts = _Parts(self._boxes.take(heads), self._itemsize[heads])
-        sources = self._sources(chosen, members, parts)
-        groups = sorted(set(members))
-        group_row = {group: row for row, group in enumerate(groups)}
-        names = sorted({name for name in self._dtype_names if name} | {transport(n) for n in self._dtype_names if n})
-        code = {name: row for row, name in enumerate(names)}
-        stored_code = np.array([code.get(name, -1) for name in self._dtype_names], dtype=np.int32)
-        transport_code = np.array([code[transport(n)] if n else -1 for n in self._dtype_names], dtype=np.int32)
-
-        ends, positions = take_runs(ends_of(self._lengths), chosen[parts.of])
-        rows = self._order[positions]
-        part = np.repeat(np.arange(len(parts.of)), self._lengths[chosen[parts.of]])
-        direct = np.minimum.reduceat(self._direct[rows], starts_of(ends)) if len(rows) else np.zeros(0, dtype=np.bool_)
-        by_rank = np.argsort(self._ranks[rows], kind="stable")
-        cuts = np.searchsorted(self._ranks[rows][by_rank], np.arange(len(self._plans) + 1))
-        group_of_part = np.array([group_row[members[i]] for i in parts.of.tolist()], dtype=np.int64)
-        stored = self._stored[heads][parts.of]
-        group_ends = ends_of(np.array([len(group) for group in groups], dtype=np.int64))
-        group_ranks = np.array([rank for group in groups for rank in group], dtype=np.int64)
-        dtype_names = StringColumn.from_strings(names)
-        plans = []
-        for rank, plan in enumerate(self._plans):
-            mine = by_rank[cuts[rank] : cuts[rank + 1]]
-            own = part[mine]
-            plans.append(
-                plan.with_shared(
-                    SharedColumns(
-                        parts.boxes.take(own).with_entry(self._rows[rows[mine]]),
-                        group_of_part[own],
-                        sources[own],
-                        stored_code[stored[own]],
-                        transport_code[stored[own]],
-                        direct[own].astype(np.uint8),
-                        dtype_names,
-                        group_ends,
-                        group_ranks,
-                    )
-                )
-            )
-        return plans
-
-    def _sources(self, chosen: npt.NDArray[np.intp], members: Sequence[Group], parts: _Parts) -> I64:
-        shared = np.zeros(len(self._order), dtype=np.bool_)
-        shared[take_runs(ends_of(self._lengths), chosen)[1]] = True
-        alone = self._order[~shared]
-        load = np.bincount(self._ranks[alone], weights=self._nbytes[alone], minlength=len(self._plans)).tolist()
-        nbytes = parts.nbytes.tolist()
-        of = parts.of.tolist()
-        sources = np.zeros(len(of), dtype=np.int64)
-        for number in np.argsort(-parts.nbytes, kind="stable").tolist():
-            source = min(members[of[number]], key=load.__getitem__)
-            load[source] += nbytes[number]
-            sources[number] = source
-        return sources
+        kept = [row for row in agreed if row not in refused]
+        place = np.full(len(self.groups), -1, dtype=np.int64)
+        place[kept] = np.arange(len(kept))
+        sets = np.flatnonzero(place[self.group] >= 0)
+        ends, positions = take_runs(self.ends, sets)
+        return _Alike(self.members[positions], ends, [self.groups[row] for row in kept], place[self.group[sets]])
 
 
+def _groups(ranks: I64, ends: I64) -> tuple[list[Group], I64]:
+    """The different runs of `ranks`, sorted, and for each run which of them it is."""
+    starts = starts_of(ends)
+    lengths = ends - starts
+    base = int(ranks.max()) + 1 if len(ranks) else 1
+    group = np.empty(len(ends), dtype=np.int64)
+    seen: list[Group] = []
+    for length in np.unique(lengths).tolist():
+        runs = np.flatnonzero(lengths == length)
+        number = np.zeros(len(runs), dtype=np.int64)
+        for position in range(length):
+            number = np.unique(number * base + ranks[starts[runs] + position], return_inverse=True)[1]
+        first = runs[np.unique(number, return_index=True)[1]]
+        group[runs] = number + len(seen)
+        seen += [tuple(ranks[starts[run] : ends[run]].tolist()) for run in first.tolist()]
+    in_order = sorted(range(len(seen)), key=seen.__getitem__)
+    place = np.empty(len(seen), dtype=np.int64)
+    place[in_order] = np.arange(len(seen))
+    return [seen[row] for row in in_order], place[group]
+
+
+@dataclass(frozen=True, slots=True)
 class _Parts:
-    """Shared chunks, large ones cut by rows; boxes are relative to their chunk."""
+    """Shared chunks, large ones cut by rows."""
 
-    def __init__(self, chunks: ChunkTable, itemsize: I64) -> None:
-        boxes, of, nbytes = [], [], []
-        for row in range(len(chunks)):
-            _, sizes = chunks.box(row)
-            width = int(itemsize[row])
-            for offsets, part in _row_parts(sizes, width):
-                boxes.append((offsets, part))
-                of.append(row)
-                volume = width
-                for size in part:
-                    volume *= size
-                nbytes.append(volume)
-        self.boxes = ChunkTable.from_boxes([0] * len(boxes), boxes)
-        self.of = np.array(of, dtype=np.int64)
-        """Which chunk each part is of."""
-        self.nbytes = np.array(nbytes, dtype=np.int64)
+    boxes: ChunkTable
+    """Relative to their chunk."""
+    of: I64
+    """Which chunk each part is of."""
+    nbytes: I64
+
+    @classmethod
+    def of_chunks(cls, chunks: ChunkTable, widths: I64, members: I64) -> _Parts:
+        """The parts of `chunks`, each wanted by so many members."""
+        nbytes = chunks.volumes() * widths
+        cut: dict[int, list[_Cut]] = {}
+        counts = np.ones(len(chunks), dtype=np.int64)
+        for row in np.flatnonzero(nbytes > STRIPE_BYTES).tolist():
+            total = int(nbytes[row])
+            pieces = _count(total, STRIPE_BYTES, STRIPE_BYTES // 8, int(members[row]))
+            cut[row] = _cuts(chunks.box(row)[1], int(widths[row]), -(-total // pieces))
+            counts[row] = len(cut[row])
+        of = np.repeat(np.arange(len(chunks), dtype=np.int64), counts)
+        boxes = chunks.take(of)
+        boxes.offsets[:] = 0
+        ends = ends_of(counts)
+        for row, parts in cut.items():
+            for part, (offsets, sizes) in enumerate(parts, int(ends[row]) - len(parts)):
+                where = slice(int(boxes.ends[part]) - len(sizes), int(boxes.ends[part]))
+                boxes.offsets[where], boxes.sizes[where] = offsets, sizes
+        return cls(boxes, of, boxes.volumes() * widths[of])
 
 
-def _row_parts(sizes: tuple[int, ...], itemsize: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    total = itemsize
-    for size in sizes:
-        total *= size
-    nowhere = (0,) * len(sizes)
-    if total <= STRIPE_BYTES:
-        return [(nowhere, sizes)]
-    axis = next(axis for axis, size in enumerate(sizes) if size > 1)
-    rows = max(1, sizes[axis] * STRIPE_BYTES // total)
-    return [
-        (
-            (*nowhere[:axis], start, *nowhere[axis + 1 :]),
-            (*sizes[:axis], min(rows, sizes[axis] - start), *sizes[axis + 1 :]),
+_Cut = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+def _cuts(sizes: tuple[int, ...], width: int, most: int) -> list[_Cut]:
+    """Parts of about equal size, at most `most` bytes unless they are single elements; each one run of elements."""
+    total = math.prod(sizes) * width
+    if total <= most or total <= width:
+        return [((0,) * len(sizes), sizes)]
+    rows, rest = sizes[0], sizes[1:]
+    at_once = most * rows // total
+    if at_once:
+        at_once = -(-rows // -(-rows // at_once))
+        nowhere = (0,) * len(rest)
+        return [((start, *nowhere), (min(at_once, rows - start), *rest)) for start in range(0, rows, at_once)]
+    inner = _cuts(rest, width, most)
+    return [((row, *offsets), (1, *part)) for row in range(rows) for offsets, part in inner]
+
+
+def _count(total: int, most: int, least: int, members: int) -> int:
+    """Into how many pieces to cut `total` bytes.
+
+    So many that none is larger than `most`; and a multiple of `members`, as far as that leaves each piece `least`.
+    """
+    count = -(-total // max(most, 1))
+    return max(count, min(-(-count // members) * members, total // max(least, 1)), 1)
+
+
+def _sources(wanted: _Wanted, alike: _Alike, parts: _Parts, batch_bytes: int) -> I64:
+    """The rank that reads each part."""
+    alone = np.ones(len(wanted.ranks), dtype=np.bool_)
+    alone[alike.members] = False
+    ranks = max([int(wanted.ranks.max()) if len(wanted.ranks) else 0, *(group[-1] for group in alike.groups)]) + 1
+    load = np.bincount(wanted.ranks[alone], weights=wanted.nbytes[alone], minlength=ranks).astype(np.int64).tolist()
+    group = alike.group[parts.of]
+    bundle, count = _bundles(group, wanted.dtypes[alike.heads][parts.of], parts.nbytes, alike.groups, batch_bytes)
+    nbytes = np.bincount(bundle, weights=parts.nbytes, minlength=count).astype(np.int64)
+    group_of = np.empty(count, dtype=np.int64)
+    group_of[bundle] = group
+    chosen = np.zeros(count, dtype=np.int64)
+    for number in np.argsort(-nbytes, kind="stable").tolist():
+        source = min(alike.groups[group_of[number]], key=load.__getitem__)
+        load[source] += int(nbytes[number])
+        chosen[number] = source
+    return chosen[bundle]
+
+
+def _bundles(group: I64, dtype: I64, nbytes: I64, groups: Sequence[Group], batch_bytes: int) -> tuple[I64, int]:
+    """For each part the bundle that one source reads, numbered in the order of the parts; and how many there are.
+
+    A part that is not small is its own. Small ones of one group and dtype are cut, in order, into bundles of about
+    equal size.
+    """
+    label = np.arange(len(nbytes), dtype=np.int64)
+    small = np.flatnonzero(nbytes < batch_bytes)
+    order = small[sort_order([group[small], dtype[small]])]
+    kinds = [group[order], dtype[order]]
+    first = group_starts(kinds, np.arange(len(order)))
+    starts = np.flatnonzero(first)
+    for start, length in zip(starts.tolist(), np.diff(starts, append=len(order)).tolist(), strict=True):
+        run = order[start : start + length]
+        before = np.cumsum(nbytes[run]) - nbytes[run]
+        total = int(nbytes[run].sum())
+        count = _count(total, batch_bytes, _LEAST_BUNDLE_BYTES, len(groups[int(group[run[0]])]))
+        within = before * count // max(total, 1)
+        label[run] = run[np.searchsorted(within, within)]
+    return np.unique(label, return_inverse=True)[1].astype(np.int64), len(np.unique(label))
+
+
+def _plans_with(
+    plans: Sequence[LoadPlan],
+    wanted: _Wanted,
+    alike: _Alike,
+    parts: _Parts,
+    sources: I64,
+    metadata: Metadata,
+    transport: Callable[[str], str],
+) -> list[LoadPlan]:
+    """Each rank's own parts, in the total order."""
+    stored = [name for name in metadata.entries.dtype_names if name]
+    names = sorted({*stored, *map(transport, stored)})
+    code = {name: row for row, name in enumerate(names)}
+    stored_code = np.array([code.get(name, -1) for name in metadata.entries.dtype_names], dtype=np.int32)
+    wire_code = np.array([code[transport(n)] if n else -1 for n in metadata.entries.dtype_names], dtype=np.int32)
+
+    ends, positions = take_runs(alike.ends, parts.of)
+    rows = alike.members[positions]
+    lengths = ends - starts_of(ends)
+    part = np.repeat(np.arange(len(parts.of)), lengths)
+    direct = np.logical_and.reduceat(wanted.direct[rows], starts_of(ends)) if len(rows) else np.zeros(0, np.bool_)
+    by_rank = np.argsort(wanted.ranks[rows], kind="stable")
+    cuts = np.searchsorted(wanted.ranks[rows][by_rank], np.arange(len(plans) + 1)).tolist()
+    dtype = wanted.dtypes[alike.heads][parts.of]
+    group = alike.group[parts.of]
+    group_ends = ends_of(np.array([len(ranks) for ranks in alike.groups], dtype=np.int64))
+    group_ranks = np.array([rank for ranks in alike.groups for rank in ranks], dtype=np.int64)
+    dtype_names = StringColumn.from_strings(names)
+    found = []
+    for rank, plan in enumerate(plans):
+        mine = by_rank[cuts[rank] : cuts[rank + 1]]
+        own = part[mine]
+        # Only the rank's own groups: all of them to every rank would be ranks squared.
+        own_groups, own_group = np.unique(group[own], return_inverse=True)
+        own_ends, members = take_runs(group_ends, own_groups)
+        shared = SharedColumns(
+            parts.boxes.take(own).with_entry(wanted.rows[rows[mine]]),
+            own_group.astype(np.int64),
+            sources[own],
+            stored_code[dtype[own]],
+            wire_code[dtype[own]],
+            direct[own].astype(np.uint8),
+            dtype_names,
+            own_ends,
+            group_ranks[members],
         )
-        for start in range(0, sizes[axis], rows)
-    ]
+        found.append(plan.with_shared(shared))
+    return found
 
 
-def _common_names(plans: Sequence[LoadPlan]) -> tuple[list[str], ChunkTable]:
-    """Every name once, and all ranks' destination chunks with rows of it as their entries."""
-    ids: dict[str, int] = {}
-    seen: dict[tuple[bytes, bytes], I64] = {}
-    tables = []
-    for plan in plans:
-        # Most ranks have the very same names; looking each of them up again for every rank would take most of the time.
-        same = (plan.names.blob.tobytes(), plan.names.ends.tobytes())
-        if same not in seen:
-            seen[same] = np.array([ids.setdefault(name, len(ids)) for name in plan.names], dtype=np.int64)
-        boxes = plan.target_columns.boxes
-        tables.append(boxes.with_entry(seen[same][boxes.entry]))
-    return list(ids), concat_chunks(tables)
-
-
-def _stored_dtype(plan: LoadPlan, metadata: Metadata) -> I64:
-    """For each destination chunk, the row of its stored dtype's name; -1 where nothing is read for it."""
+def _stored_entry(plan: LoadPlan, metadata: Metadata) -> I64:
+    """For each destination chunk, the row of the stored tensor; -1 where nothing is read for it."""
     found = np.full(len(plan.target_columns.kinds), -1, dtype=np.int64)
     rows = plan.item_columns.storage_row
     if len(rows):
-        found[plan.item_columns.boxes.entry] = metadata.entries.dtype_codes[metadata.chunks.entry[rows]]
+        found[plan.item_columns.boxes.entry] = metadata.chunks.entry[rows]
+    return found
+
+
+def _target_dtype(plan: LoadPlan, names: Sequence[str]) -> I64:
+    """For each destination chunk, the row in `names` of the target's dtype; -2 where it is none of them."""
+    code = {name: row for row, name in enumerate(names)}
+    mine = np.array([*(code.get(name, -2) for name in plan.dtype_names), -2], dtype=np.int64)
+    found: I64 = mine[plan.target_columns.dtypes]
     return found

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from hpdcp import device, objects
 from hpdcp.errors import (
@@ -20,6 +23,7 @@ from hpdcp.geometry import Box, intersect, missing, relative
 from hpdcp.metadata import Metadata, MetadataIndex
 from hpdcp.mismatches import Problems, Trouble, listed
 from hpdcp.paths import Path, build_tree, decode_path, encode_path
+from hpdcp.plan_cache import fingerprint
 from hpdcp.planner import LoadPlan, LoadPlanner, LoadTarget, PlannerContext, ReadItem, SavePlan, SavePlanner, WriteItem
 from hpdcp.replicas import drop_duplicates
 from hpdcp.sharding import LocalChunk, LocalShards, local_shards, tie_key
@@ -58,38 +62,43 @@ class StandardSavePlanner(SavePlanner):
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         self._context = context
         self._leaves = walk(state_dict, rank=context.rank)
+        self._tied = _tied_names(self._leaves)
+        self._leaf_of = {(leaf.fqn, leaf.owner): leaf for leaf in self._leaves}
         self._shards: dict[tuple[str, int | None], LocalShards] = {}
         self._objects: dict[tuple[str, int | None], bytes] = {}
         self._chunk_of: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
 
+    def cache_key(self) -> Hashable | None:
+        """As the contract says; None also for a subclass that does not override this, since what it adds is unknown."""
+        if type(self).cache_key is StandardSavePlanner.cache_key and type(self) is not StandardSavePlanner:
+            return None
+        if not self._enable_plan_caching or not self._context.collective:
+            return None
+        held = fingerprint(self._leaves, self._tied)
+        if held is None:
+            return None
+        options = (self._remove_redundancy, self._save_to_minimum_rank)
+        return (type(self).__qualname__, options, self._context.world_size, self._context.rank, held)
+
     def build_local_plan(self) -> SavePlan:
-        targets = _tied_names(self._leaves)
         entries: list[Entry] = []
         items: list[WriteItem] = []
         for leaf in self._leaves:
             path = encode_path(leaf.path)
             if isinstance(leaf.value, torch.Tensor):
-                shards = local_shards(leaf.value, key=leaf.fqn)
-                self._shards[leaf.fqn, leaf.owner] = shards
-                target = targets.get(leaf.fqn, "")
+                shards = self._shards_of(leaf)
+                target = self._tied.get(leaf.fqn, "")
                 kind = EntryKind.ALIAS if target else EntryKind.TENSOR
-                dtype = dtype_name(shards.dtype)
-                entries.append(Entry(leaf.fqn, path, kind, dtype, shards.global_shape, leaf.owner, target))
-                items += self._tensor_items(leaf, shards, written=not target)
+                entries.append(
+                    Entry(leaf.fqn, path, kind, dtype_name(shards.dtype), shards.global_shape, leaf.owner, target)
+                )
+                if not target:
+                    items += _tensor_items(leaf, shards)
             else:
-                data = objects.encode(leaf.value, key=leaf.fqn).data
-                self._objects[leaf.fqn, leaf.owner] = data
+                index = MetadataIndex(leaf.fqn, owner=leaf.owner)
                 entries.append(Entry(leaf.fqn, path, EntryKind.OBJECT, owner=leaf.owner))
-                items.append(WriteItem(MetadataIndex(leaf.fqn, owner=leaf.owner), EntryKind.OBJECT, len(data)))
+                items.append(WriteItem(index, EntryKind.OBJECT, len(self._bytes_of(leaf))))
         return SavePlan.build(entries, items)
-
-    def _tensor_items(self, leaf: Leaf, shards: LocalShards, *, written: bool) -> list[WriteItem]:
-        items = []
-        for chunk in shards.chunks:
-            index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
-            self._chunk_of[index] = (shards, chunk)
-            items.append(WriteItem(index, EntryKind.TENSOR, chunk.box.volume * shards.dtype.itemsize))
-        return items if written else []
 
     def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return drop_duplicates(
@@ -100,22 +109,54 @@ class StandardSavePlanner(SavePlanner):
         )
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+        unknown = np.flatnonzero(plan.nbytes < 0)
+        if not len(unknown):
+            return plan
+        nbytes = plan.nbytes.copy()
+        nbytes[unknown] = [len(self.get_bytes(plan.item(row))) for row in unknown.tolist()]
+        return plan.with_nbytes(nbytes)
 
     def get_tensor(self, item: WriteItem) -> torch.Tensor:
-        found = self._chunk_of.get(item.index)
+        index = item.index
+        shards = self._shards_of(self._leaf_of[index.fqn, index.owner])
+        found = self._chunk_of.get(index)
         if found is not None:
-            shards, chunk = found
-            return shards.view(chunk)
-        shards = self._shards[item.index.fqn, item.index.owner]
-        wanted = Box(item.index.offsets, item.index.sizes)
+            return shards.view(found[1])
+        wanted = Box(index.offsets, index.sizes)
         for chunk in shards.chunks:
             if intersect(wanted, chunk.box) == wanted:
                 return _narrowed(shards.view(chunk), relative(wanted, chunk.box))
-        raise InvalidArgumentError(f"the plan has an item that this rank does not hold: {item.index}.")
+        raise InvalidArgumentError(f"the plan has an item that this rank does not hold: {index}.")
 
     def get_bytes(self, item: WriteItem) -> bytes:
-        return self._objects[item.index.fqn, item.index.owner]
+        return self._bytes_of(self._leaf_of[item.index.fqn, item.index.owner])
+
+    def _shards_of(self, leaf: Leaf) -> LocalShards:
+        """Worked out when it is asked for: on a cached plan, only for what this rank writes."""
+        shards = self._shards.get((leaf.fqn, leaf.owner))
+        if shards is None:
+            shards = self._shards[leaf.fqn, leaf.owner] = local_shards(leaf.value, key=leaf.fqn)
+            for chunk in shards.chunks:
+                index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
+                self._chunk_of[index] = (shards, chunk)
+        return shards
+
+    def _bytes_of(self, leaf: Leaf) -> bytes:
+        data = self._objects.get((leaf.fqn, leaf.owner))
+        if data is None:
+            data = self._objects[leaf.fqn, leaf.owner] = objects.encode(leaf.value, key=leaf.fqn).data
+        return data
+
+
+def _tensor_items(leaf: Leaf, shards: LocalShards) -> list[WriteItem]:
+    return [
+        WriteItem(
+            MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner),
+            EntryKind.TENSOR,
+            chunk.box.volume * shards.dtype.itemsize,
+        )
+        for chunk in shards.chunks
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +258,15 @@ class StandardLoadPlanner(LoadPlanner):
         for chunk in shards.chunks:
             index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
             self._targets[index] = (shards, chunk)
-            if leaf.owner is None:
-                memory = shards.view(chunk)
-                direct = device.is_host(memory) and memory.is_contiguous() and not (memory.is_conj() or memory.is_neg())
-                self._shareable.append(LoadTarget(index, dtype_name(shards.dtype), direct))
             pieces = list(self._stored.pieces(row, chunk.box))
             self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
             if self._note_hole(leaf.fqn, chunk.box, pieces):
                 break
+            if leaf.owner is None:
+                # Only what is filled all over: what a hole leaves as it was is each rank's own.
+                memory = shards.view(chunk)
+                direct = device.is_host(memory) and memory.is_contiguous() and not (memory.is_conj() or memory.is_neg())
+                self._shareable.append(LoadTarget(index, dtype_name(shards.dtype), direct))
 
     def _note_hole(self, fqn: str, want: Box, pieces: Sequence[tuple[int, Box, Box]]) -> bool:
         hole = missing(want, [part for _, _, part in pieces])
@@ -402,13 +444,26 @@ class _Gather:
 
 def _tied_names(leaves: Sequence[Leaf]) -> dict[str, str]:
     """fqn → the name it is tied to, for tensors that are the same memory; that name is the first in order."""
+    tensors = [leaf for leaf in leaves if leaf.owner is None and isinstance(leaf.value, torch.Tensor)]
+    addresses = [_address(leaf.value) for leaf in tensors]
+    # Same memory starts at the same address; telling more of every tensor would cost several times as much.
+    often = Counter(addresses)
     groups: dict[Any, list[str]] = {}
-    for leaf in leaves:
-        if leaf.owner is None and isinstance(leaf.value, torch.Tensor):
+    for leaf, address in zip(tensors, addresses, strict=True):
+        if often[address] > 1:
             tie = tie_key(leaf.value)
             if tie is not None:
                 groups.setdefault(tie, []).append(leaf.fqn)
     return {name: min(names) for names in groups.values() if len(names) > 1 for name in names if name != min(names)}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its local memory starts; 0 for what has none, and for classes that do not tell."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    try:
+        return local.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _read_item(index: MetadataIndex, dest: Box, storage_row: int, have: Box, part: Box) -> ReadItem:
