@@ -31,7 +31,7 @@ def main(folder: Path, seconds: float) -> None:
         os.kill(writer, signal.SIGKILL)
         assert wait(writer) == -signal.SIGKILL
     assert sorted(seen) == seen, "a later load gave an earlier step"
-    assert len(set(seen)) > 10, f"only the steps {sorted(set(seen))} were read, {replaced} loads were told of a new one"
+    assert len(set(seen)) > 3, f"only the steps {sorted(set(seen))} were read, {replaced} loads were told of a new one"
     print(f"{len(seen)} loads of {len(set(seen))} steps, {replaced} told that the checkpoint was replaced")
 
 
