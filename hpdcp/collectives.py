@@ -8,6 +8,7 @@ one that failed. Nothing that can raise may run between two steps outside of one
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import traceback
@@ -264,6 +265,26 @@ def open_exchange(*, no_dist: bool, use_collectives: bool) -> Exchange:
     if dist.get_world_size() == 1:
         return Alone()
     return ProcessGroupExchange(_host_group())
+
+
+def open_ranks(*, no_dist: bool) -> tuple[int, int]:
+    """This process's rank and the number of ranks, without a word to any of them."""
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def agree_on_attempt(place: str, ordinal: int) -> str:
+    """An id for save number `ordinal` to `place`, the same on all ranks and new; nobody waits for anybody.
+
+    The first rank to ask the process group's store decides.
+    """
+    nonce = uuid.uuid4().hex[:16]
+    if not dist.is_available() or not dist.is_initialized():
+        return nonce
+    name = hashlib.blake2b(f"{place}\n{ordinal}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    store = dist.distributed_c10d._get_default_store()
+    return store.compare_set(f"hpdcp/attempt/{name}", "", nonce).decode()
 
 
 _own_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None

@@ -26,6 +26,8 @@
     │   ├── KeyNotFoundError        (FileNotFoundError)
     │   ├── KeyExistsError          (FileExistsError)
     │   └── KeyTruncatedError       (CorruptCheckpointError)
+    ├── WaitTimeoutError            (TimeoutError)       a wait for a save that goes on
+    ├── WorkerDiedError             (RuntimeError)       the background worker ended before its save did
     └── RankFailedError             (RuntimeError)       a rank failed in a step all share; carries the causes
         └── PeerLostError                                a rank died or fell silent in such a step
 
@@ -142,6 +144,14 @@ class KeyExistsError(StorageError, FileExistsError):
 
 class KeyTruncatedError(CorruptCheckpointError, StorageError):
     """The key holds fewer bytes than the range that was asked of it."""
+
+
+class WaitTimeoutError(HpdcpError, TimeoutError):
+    """A wait took longer than it was to; what was waited for goes on."""
+
+
+class WorkerDiedError(HpdcpError, RuntimeError):
+    """The background worker ended, or failed in a way that hpdcp has no class for, before its save was published."""
 
 
 class RankFailedError(HpdcpError, RuntimeError):

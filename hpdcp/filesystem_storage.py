@@ -6,6 +6,7 @@ import itertools
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,22 @@ _ordinals: dict[tuple[str, str], itertools.count[int]] = {}
 """(run, folder) → this process's saves there without collectives, counted at the door so that all ranks agree."""
 
 
+@dataclass(frozen=True, slots=True)
+class SaveIdentity:
+    """What tells one save from others, settled when it was called; the coordinator draws an attempt where it is not."""
+
+    attempt: str
+    run: str
+    """Equal on all ranks of a run; counts without collectives."""
+    ordinal: int
+    """Which of the run's saves to this place without collectives."""
+
+
+def next_ordinal(run: str, url: str) -> int:
+    """Counts this process's saves without collectives to one place."""
+    return next(_ordinals.setdefault((run, url), itertools.count(1)))
+
+
 class FileSystemWriter(StorageWriter):
     """Writes checkpoints as files of one backend.
 
@@ -62,21 +79,39 @@ class FileSystemWriter(StorageWriter):
         self._storage_options = dict(storage_options or {})
         self._url = None if checkpoint_id is None else registry.resolve_checkpoint_id(checkpoint_id)
         self._save: _Save | None = None
+        self.identity: SaveIdentity | None = None
+        """Of the next save, where it was settled beforehand."""
+
+    @property
+    def place(self) -> str | None:
+        return self._url
+
+    def open_place(self) -> Backend:
+        if self._url is None:
+            raise InvalidArgumentError(
+                "this FileSystemWriter has no place to save to: give it or save() a checkpoint_id."
+            )
+        return registry.open_backend(self._url, name=self._backend_name, storage_options=self._storage_options)
+
+    def arguments(self) -> dict[str, Any]:
+        """What makes this writer again, in another process."""
+        return {
+            "checkpoint_id": self._url,
+            "backend": self._backend_name,
+            "layout": self._layout_name,
+            "storage_options": self._storage_options,
+        }
 
     def initialize_writer(self, checkpoint_id: str | Path) -> None:
         self._url = registry.resolve_checkpoint_id(checkpoint_id)
 
     def configure_writer(self, context: PlannerContext) -> None:
-        if self._url is None:
-            raise InvalidArgumentError(
-                "this FileSystemWriter has no place to save to: give it or save() a checkpoint_id."
-            )
         settings = config.current()
-        backend = registry.open_backend(self._url, name=self._backend_name, storage_options=self._storage_options)
+        backend = self.open_place()
         name = self._layout_name or settings.layout
         layout: Layout = registry.find_layout(name)()
         kind = _SaveByAll if context.collective else _SaveByRank
-        self._save = kind(backend, layout, name, context, settings.keep_replaced_for)
+        self._save = kind(backend, layout, name, context, settings.keep_replaced_for, self.identity)
 
     def optimize_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan.with_storage_data({"url": self._current.backend.url})
@@ -107,8 +142,15 @@ class _Save:
     """One save of one folder, as one rank sees it."""
 
     def __init__(
-        self, backend: Backend, layout: Layout, layout_name: str, context: PlannerContext, keep_replaced_for: float
+        self,
+        backend: Backend,
+        layout: Layout,
+        layout_name: str,
+        context: PlannerContext,
+        keep_replaced_for: float,
+        identity: SaveIdentity | None,
     ) -> None:
+        self.attempt_id = uuid.uuid4().hex[:16] if identity is None else identity.attempt
         self.backend = backend
         self.layout = layout
         self.context = context
@@ -134,7 +176,7 @@ class _SaveByAll(_Save):
     """All ranks as one: the coordinator claims the folder and publishes `.metadata`."""
 
     def begin(self) -> dict[str, str]:
-        self._attempt = Attempt.begin(self.backend, uuid.uuid4().hex[:16])
+        self._attempt = Attempt.begin(self.backend, self.attempt_id)
         claim = self._attempt.claim
         return {"attempt": claim.attempt, "plain": "1" if claim.plain else "0"}
 
@@ -148,13 +190,20 @@ class _SaveByRank(_Save):
     """Without collectives: each rank publishes `{rank}.metadata` and knows only what it finds in the folder."""
 
     def __init__(
-        self, backend: Backend, layout: Layout, layout_name: str, context: PlannerContext, keep_replaced_for: float
+        self,
+        backend: Backend,
+        layout: Layout,
+        layout_name: str,
+        context: PlannerContext,
+        keep_replaced_for: float,
+        identity: SaveIdentity | None,
     ) -> None:
-        super().__init__(backend, layout, layout_name, context, keep_replaced_for)
-        run = collectives.run_nonce()
-        # Counted before anything of this rank can fail, so that a rank that does stays in step with the others.
-        ordinal = next(_ordinals.setdefault((run, backend.url), itertools.count(1)))
-        self.facts |= {"rank": str(context.rank), "run": run, "ordinal": str(ordinal)}
+        super().__init__(backend, layout, layout_name, context, keep_replaced_for, identity)
+        if identity is None:
+            # Counted before anything of this rank can fail, so that a rank that does stays in step with the others.
+            run = collectives.run_nonce()
+            identity = SaveIdentity(self.attempt_id, run, next_ordinal(run, backend.url))
+        self.facts |= {"rank": str(context.rank), "run": identity.run, "ordinal": str(identity.ordinal)}
 
     def begin(self) -> dict[str, str]:
         run = self.facts["run"]
@@ -164,8 +213,8 @@ class _SaveByRank(_Save):
         own = rank_metadata_key(self.context.rank)
         before = read_or_none(self.backend, own) if own in keys else None
         self._replaced = set() if before is None else set(Metadata.from_bytes(before, where=own).files)
-        self.facts["attempt"] = uuid.uuid4().hex[:16]
-        return {"attempt": self.facts["attempt"], "plain": "1" if self.backend.conditional_create else "0"}
+        self.facts["attempt"] = self.attempt_id
+        return {"attempt": self.attempt_id, "plain": "1" if self.backend.conditional_create else "0"}
 
     def _refuse_strangers(self, keys: Sequence[str], run: str) -> None:
         """Without collectives nobody can say that another run's checkpoint is done with, so it is not touched."""
