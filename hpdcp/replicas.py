@@ -6,24 +6,24 @@ it gives the same answer wherever it is asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hpdcp.config import ReplicaCheck
-from hpdcp.container import StringColumn, pack_columns, unpack_columns
+from hpdcp.container import pack_columns, unpack_columns
 from hpdcp.errors import ReplicaMismatchError, StateDictError
-from hpdcp.geometry import Box, missing
-from hpdcp.metadata import Metadata
+from hpdcp.geometry import Box, intersect, missing
+from hpdcp.metadata import Metadata, StorageTable
+from hpdcp.names import MergedNames, merge_names
 from hpdcp.planner import SavePlan
-from hpdcp.storage import WriteResults, entry_rows, join_results
+from hpdcp.storage import WholePlan, WriteResults, join_results
 from hpdcp.tables import (
     I64,
     ChunkTable,
-    Entry,
     EntryKind,
     EntryTable,
     column,
@@ -33,12 +33,15 @@ from hpdcp.tables import (
     sort_order,
     starts_of,
     take_runs,
-    take_strings,
 )
 
-SMALL_REPLICA_BYTES = 1 << 20
+SMALL_REPLICA_BYTES: Final = 1 << 20
 """Up to here a replica is compared when `check_replicas` is "small"."""
-_MOST_NAMED = 20
+SPLIT_BYTES: Final = 64 << 20
+"""A replica is split among its holders only above this; no part is planned much smaller."""
+_MANY_HOLDERS: Final = 16
+"""From here on numpy finds the least loaded holder faster than Python does."""
+_MOST_NAMED: Final = 20
 
 
 def drop_duplicates(
@@ -47,37 +50,30 @@ def drop_duplicates(
     """Each rank's part, every box in exactly one of them, and the metadata of all.
 
     A box that one rank holds is that rank's. One that several hold goes, largest first, to the holder with the fewest
-    bytes so far (`to_minimum_rank`: to the lowest). Without `remove_redundancy` every holder writes its own copy.
-    `whole`: the plans are those of all ranks, so that what they lack nobody has.
+    bytes so far (`to_minimum_rank`: to the lowest). One that is larger than `SPLIT_BYTES` and than a rank's fair share
+    of all bytes is split by rows first, into parts that go the same way. Without `remove_redundancy` every holder
+    writes its own copy. `whole`: the plans are those of all ranks, so that what they lack nobody has.
 
     Raises:
         StateDictError: ranks disagree on a key's kind, dtype or global shape, or together leave a hole in a tensor.
     """
-    contested = _contested_aliases(plans)
-    plans = [_without_contested_aliases(plan, contested)[0] for plan in plans]
-    entries, rows = _merge_entries(plans)
-    items = concat_chunks(
-        [plan.chunks.with_entry(row[plan.chunks.entry]) for plan, row in zip(plans, rows, strict=True)]
-    )
-    counts = np.array([len(plan) for plan in plans], dtype=np.int64)
-    ranks = np.repeat(np.arange(len(plans), dtype=np.int64), counts)
-    nbytes = np.concatenate([plan.nbytes for plan in plans]) if plans else np.zeros(0, dtype=np.int64)
-
-    keys = items.sort_keys()
-    order = sort_order(keys)
-    first = group_starts(keys, order)
+    merged = merge_names(plans)
+    items = _Items.of(merged)
+    order, first = items.sorted()
     if remove_redundancy:
-        chosen = order[_writers(ranks[order], nbytes[order], first, len(plans), to_minimum_rank)]
+        if not to_minimum_rank:
+            pieces = _pieces(items, order, first, len(plans))
+            if pieces is not None:
+                items = items.split(pieces)
+                order, first = items.sorted()
+        chosen = order[_writers(items.ranks[order], items.nbytes[order], first, len(plans), to_minimum_rank)]
     else:
         chosen = order
-    chunks = items.take(chosen)
     if whole:
-        _check_holes(entries, items.take(order[first]))
-    keep = np.zeros(len(ranks), dtype=np.bool_)
-    keep[chosen] = True
-    parts = np.split(keep, ends_of(counts)[:-1])
-    written = [plan.select(np.flatnonzero(part)) for plan, part in zip(plans, parts, strict=True)]
-    return written, Metadata(entries, chunks, settings={"world_size": str(len(plans))})
+        _check_holes(merged.entries, items.chunks.take(order[first]))
+    chunks = items.chunks.take(chosen)
+    written = items.parts(merged.plans, chosen)
+    return written, Metadata(merged.entries, chunks, settings={"world_size": str(len(plans))})
 
 
 def merge_rank_metadata(parts: Sequence[Metadata]) -> Metadata:
@@ -86,16 +82,100 @@ def merge_rank_metadata(parts: Sequence[Metadata]) -> Metadata:
     Raises:
         StateDictError: ranks mean different things by one key.
     """
-    stored = [SavePlan(part.entries, part.chunks, part.storage.length) for part in parts]
-    contested = _contested_aliases(stored)
-    plans, sources = zip(*(_without_contested_aliases(plan, contested) for plan in stored), strict=True)
-    entries, rows = _merge_entries(plans)
-    items = concat_chunks(
-        [plan.chunks.with_entry(row[plan.chunks.entry]) for plan, row in zip(plans, rows, strict=True)]
-    )
-    metadata = Metadata(entries, items.take(sort_order(items.sort_keys())), settings=parts[0].settings)
-    results = [WriteResults(part.storage).take(rows) for part, rows in zip(parts, sources, strict=True)]
-    return metadata.with_storage(join_results(metadata, plans, results), {})
+    merged = merge_names([SavePlan(part.entries, part.chunks, part.storage.length) for part in parts])
+    items = _Items.of(merged)
+    metadata = Metadata(merged.entries, items.chunks.take(items.sorted()[0]), settings=parts[0].settings)
+    results = [WriteResults(part.storage) for part in parts]
+    for rank, rows in merged.sources.items():
+        results[rank] = results[rank].take(rows)
+    return metadata.with_storage(join_results(WholePlan.of(metadata, merged.plans, merged.plans), results), {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """The items of all ranks, rank by rank, of entries they share."""
+
+    chunks: ChunkTable
+    ranks: I64
+    nbytes: I64
+    row: I64
+    """Of the plan of its rank; for a part, of the item it is a part of."""
+    is_part: npt.NDArray[np.bool_] | None = None
+
+    @classmethod
+    def of(cls, merged: MergedNames) -> _Items:
+        plans = merged.plans
+        counts = np.array([len(plan) for plan in plans], dtype=np.int64)
+        return cls(
+            concat_chunks(
+                [plan.chunks.with_entry(row[plan.chunks.entry]) for plan, row in zip(plans, merged.rows, strict=True)]
+            ),
+            np.repeat(np.arange(len(plans), dtype=np.int64), counts),
+            np.concatenate([plan.nbytes for plan in plans]) if plans else np.zeros(0, dtype=np.int64),
+            np.concatenate([np.arange(count) for count in counts.tolist()]) if plans else np.zeros(0, dtype=np.int64),
+        )
+
+    def sorted(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+        """The order by entry and box, holders of one box by rank; and where, in that order, another box starts."""
+        keys = self.chunks.sort_keys()
+        order = sort_order(keys)
+        return order, group_starts(keys, order)
+
+    def split(self, pieces: I64) -> _Items:
+        """With each item as so many parts, by rows."""
+        source = np.repeat(np.arange(len(pieces)), pieces)
+        chunks, nbytes = self.chunks.take(source), self.nbytes[source]
+        number = np.arange(len(source)) - np.repeat(starts_of(ends_of(pieces)), pieces)
+        is_part = pieces[source] > 1
+        starts = starts_of(chunks.ends)
+        for i in np.flatnonzero(is_part).tolist():
+            sizes = chunks.sizes[int(starts[i]) : int(chunks.ends[i])]
+            axis = int(np.argmax(sizes > 1))
+            rows, parts = int(sizes[axis]), int(pieces[source[i]])
+            begin, end = rows * int(number[i]) // parts, rows * (int(number[i]) + 1) // parts
+            chunks.offsets[int(starts[i]) + axis] += begin
+            nbytes[i] = int(nbytes[i]) // rows * (end - begin)
+            sizes[axis] = end - begin
+        return _Items(chunks, self.ranks[source], nbytes, self.row[source], is_part)
+
+    def parts(self, plans: Sequence[SavePlan], chosen: npt.NDArray[np.intp]) -> list[SavePlan]:
+        """Each rank's plan: its items among `chosen`."""
+        keep = np.zeros(len(self.ranks), dtype=np.bool_)
+        keep[chosen] = True
+        bounds = np.searchsorted(self.ranks, np.arange(len(plans) + 1)).tolist()
+        return [
+            self._part(plan, start, np.flatnonzero(keep[start:stop]) + start, stop)
+            for plan, start, stop in zip(plans, bounds[:-1], bounds[1:], strict=True)
+        ]
+
+    def _part(self, plan: SavePlan, start: int, kept: npt.NDArray[np.intp], stop: int) -> SavePlan:
+        if self.is_part is None or not self.is_part[start:stop].any():
+            return plan.select(self.row[kept])
+        split = np.flatnonzero(self.is_part[start:stop]) + start
+        return SavePlan(
+            plan.entries,
+            self.chunks.take(kept).with_entry(plan.chunks.entry[self.row[kept]]),
+            self.nbytes[kept],
+            plan.storage_data,
+            split=self.chunks.take(split).with_entry(plan.chunks.entry[self.row[split]]),
+        )
+
+
+def _pieces(items: _Items, order: npt.NDArray[np.intp], first: npt.NDArray[np.bool_], world_size: int) -> I64 | None:
+    """Into how many parts each item is split, so that no box alone unbalances the plan; None where none is."""
+    starts = np.flatnonzero(first)
+    holders = np.diff(starts, append=len(first))
+    nbytes = items.nbytes[order[starts]]
+    most = max(SPLIT_BYTES, -(-int(nbytes.sum()) // world_size))
+    pieces: I64 | None = None
+    for group in np.flatnonzero((holders > 1) & (nbytes > most)).tolist():
+        members = order[starts[group] : starts[group] + holders[group]]
+        rows = next((size for size in items.chunks.box(int(members[0]))[1] if size > 1), 1)
+        count = min(int(holders[group]), rows, -(-int(nbytes[group]) // most))
+        if count > 1:
+            pieces = np.ones(len(order), dtype=np.int64) if pieces is None else pieces
+            pieces[members] = count
+    return pieces
 
 
 def _writers(
@@ -107,153 +187,22 @@ def _writers(
     writers = starts.copy()
     if to_minimum_rank:
         return writers  # rows of a group are in order of rank
-    load = np.bincount(ranks[starts[sizes == 1]], weights=nbytes[starts[sizes == 1]], minlength=world_size).tolist()
+    load = np.bincount(ranks[starts[sizes == 1]], weights=nbytes[starts[sizes == 1]], minlength=world_size)
     shared = np.flatnonzero(sizes > 1)
-    largest_first = shared[np.argsort(-nbytes[starts[shared]], kind="stable")]
+    shared = shared[np.argsort(-nbytes[starts[shared]], kind="stable")]
+    few = load.tolist()
     holders = ranks.tolist()
     for group, start, size, weight in zip(
-        largest_first.tolist(),
-        starts[largest_first].tolist(),
-        sizes[largest_first].tolist(),
-        nbytes[starts[largest_first]].tolist(),
-        strict=True,
+        shared.tolist(), starts[shared].tolist(), sizes[shared].tolist(), nbytes[starts[shared]].tolist(), strict=True
     ):
-        best = min(range(start, start + size), key=lambda row: load[holders[row]])
+        if size < _MANY_HOLDERS:
+            best = min(range(start, start + size), key=lambda row: few[holders[row]])
+        else:
+            best = start + int(load[ranks[start : start + size]].argmin())
+        few[holders[best]] += weight
         load[holders[best]] += weight
         writers[group] = best
     return writers
-
-
-def _merge_entries(plans: Sequence[SavePlan]) -> tuple[EntryTable, list[I64]]:
-    """All ranks' names once, sorted, and for each plan where its entries went."""
-    ids: dict[tuple[bytes, int], int] = {}
-    witness: list[tuple[int, int]] = []
-    sure: list[bool] = []
-    found: list[I64] = []
-    for rank, plan in enumerate(plans):
-        mine = np.empty(len(plan.entries), dtype=np.int64)
-        holds = _holds_something(plan).tolist()
-        for row, name in enumerate(_names(plan.entries)):
-            known = ids.setdefault(name, len(witness))
-            if known == len(witness):
-                witness.append((rank, row))
-                sure.append(holds[row])
-            elif holds[row] and not sure[known]:
-                witness[known], sure[known] = (rank, row), True
-            mine[row] = known
-        found.append(mine)
-    _check_agreement(plans, found, witness)
-    names = sorted(ids)
-    position = np.empty(len(names), dtype=np.int64)
-    for place, name in enumerate(names):
-        position[ids[name]] = place
-    merged = concat_entries([plan.entries for plan in plans])
-    first_row = starts_of(ends_of(np.array([len(plan.entries) for plan in plans], dtype=np.int64)))
-    sources = np.array([first_row[rank] + row for rank, row in (witness[ids[name]] for name in names)], dtype=np.int64)
-    return take_entries(merged, sources), [position[mine] for mine in found]
-
-
-def _names(entries: EntryTable) -> Iterator[tuple[bytes, int]]:
-    blob, start = entries.fqns.blob.tobytes(), 0
-    for end, owner in zip(entries.fqns.ends.tolist(), entries.owners.tolist(), strict=True):
-        yield blob[start:end], owner
-        start = end
-
-
-def concat_entries(tables: Sequence[EntryTable]) -> EntryTable:
-    """The rows of all tables, one after another."""
-    names = sorted({name for table in tables for name in table.dtype_names})
-    code = {name: i for i, name in enumerate(names)}
-    codes = [
-        np.array([code[name] for name in table.dtype_names], dtype=np.int32)[table.dtype_codes] for table in tables
-    ]
-
-    def strings(columns: Sequence[StringColumn]) -> StringColumn:
-        shift = starts_of(ends_of(np.array([len(text.blob) for text in columns], dtype=np.int64)))
-        ends = [text.ends + start for text, start in zip(columns, shift, strict=True)]
-        return StringColumn(np.concatenate([text.blob for text in columns]), np.concatenate(ends))
-
-    shapes = np.concatenate([table.ndims() for table in tables])
-    return EntryTable(
-        fqns=strings([table.fqns for table in tables]),
-        paths=strings([table.paths for table in tables]),
-        kinds=np.concatenate([table.kinds for table in tables]),
-        dtype_codes=np.concatenate(codes),
-        dtype_names=StringColumn.from_strings(names),
-        owners=np.concatenate([table.owners for table in tables]),
-        targets=strings([table.targets for table in tables]),
-        shape_ends=ends_of(shapes),
-        shape_dims=np.concatenate([table.shape_dims for table in tables]),
-    )
-
-
-def take_entries(table: EntryTable, order: I64) -> EntryTable:
-    """The rows of `table` in `order`."""
-    shape_ends, positions = take_runs(table.shape_ends, order)
-    return EntryTable(
-        fqns=take_strings(table.fqns, order),
-        paths=take_strings(table.paths, order),
-        kinds=table.kinds[order],
-        dtype_codes=table.dtype_codes[order],
-        dtype_names=table.dtype_names,
-        owners=table.owners[order],
-        targets=take_strings(table.targets, order),
-        shape_ends=shape_ends,
-        shape_dims=table.shape_dims[positions],
-    )
-
-
-def _check_agreement(plans: Sequence[SavePlan], found: Sequence[I64], witness: Sequence[tuple[int, int]]) -> None:
-    """Every rank that holds a key must mean the same tensor by it, or the same kind of thing."""
-    facts: dict[int, _Fact] = {}
-    complaints: list[str] = []
-    for rank, (plan, mine) in enumerate(zip(plans, found, strict=True)):
-        holds = _holds_something(plan).tolist()
-        for row, (known, fact) in enumerate(zip(mine.tolist(), _facts(plan.entries), strict=True)):
-            other, other_row = witness[known]
-            if known not in facts:
-                facts[known] = fact if (other, other_row) == (rank, row) else _fact(plans[other].entries, other_row)
-            expected = facts[known]
-            # A rank without any of a tensor's elements may not know its dtype (a wrapper of no shards says float32).
-            if fact != expected and (holds[row] or fact[::2] != expected[::2]):
-                name, theirs, mine_ = plan.entries.fqns[row], _describe(expected), _describe(fact)
-                complaints.append(f"{name!r} is {theirs} on rank {other} and {mine_} on rank {rank}")
-    if complaints:
-        raise StateDictError(
-            f"ranks disagree on {len(complaints)} keys: {_list(complaints)}. Give different things "
-            "different keys, or mark state that differs on every rank with PerRank."
-        )
-
-
-_Fact: TypeAlias = tuple[bool, str, tuple[int, ...]]
-"""(whether it is a tensor, dtype, global shape): what all ranks must mean by one key."""
-
-
-def _facts(table: EntryTable) -> Iterator[_Fact]:
-    dtypes = list(table.dtype_names)
-    dims, start = table.shape_dims.tolist(), 0
-    for kind, code, end in zip(
-        table.kinds.tolist(), table.dtype_codes.tolist(), table.shape_ends.tolist(), strict=True
-    ):
-        yield kind != EntryKind.OBJECT, dtypes[code], tuple(dims[start:end])
-        start = end
-
-
-def _fact(table: EntryTable, row: int) -> _Fact:
-    return int(table.kinds[row]) != EntryKind.OBJECT, table.dtype(row), table.shape(row)
-
-
-def _holds_something(plan: SavePlan) -> npt.NDArray[np.bool_]:
-    """For each entry, whether the rank has items of it, or a name that is tied to another's."""
-    holds = np.zeros(len(plan.entries), dtype=np.bool_)
-    holds[plan.chunks.entry] = True
-    holds |= plan.entries.kinds == EntryKind.ALIAS
-    return holds
-
-
-def _describe(fact: _Fact) -> str:
-    is_tensor, dtype, shape = fact
-    return f"a {dtype} tensor of global shape {list(shape)}" if is_tensor else "a Python value"
 
 
 def _check_holes(entries: EntryTable, chunks: ChunkTable) -> None:
@@ -298,48 +247,8 @@ def _random_of(axes: I64, coordinates: I64) -> I64:
     return (x ^ (x >> np.uint64(31))).view(np.int64)
 
 
-def _contested_aliases(plans: Sequence[SavePlan]) -> frozenset[str]:
-    """Names tied on some ranks, but not on all that hold them, or not to the same name: these store their own bytes."""
-    target: dict[str, str] = {}
-    contested: set[str] = set()
-    if not any(bool((plan.entries.kinds == EntryKind.ALIAS).any()) for plan in plans):
-        return frozenset()
-    for plan in plans:
-        table = plan.entries
-        for fqn, kind, tied, owner in zip(
-            table.fqns, table.kinds.tolist(), table.targets, table.owners.tolist(), strict=True
-        ):
-            if owner < 0 and kind != EntryKind.OBJECT and target.setdefault(fqn, tied) != tied:
-                contested.add(fqn)
-    # A target that itself became an alias elsewhere would be a chain of names; storing it costs little and ends it.
-    contested.update(fqn for fqn, tied in target.items() if tied and target.get(tied))
-    return frozenset(contested)
-
-
-def _without_contested_aliases(plan: SavePlan, contested: frozenset[str]) -> tuple[SavePlan, I64]:
-    """The plan with its contested aliases as tensors of their own, and for each item the item whose bytes it has."""
-    table = plan.entries
-    rows = np.arange(len(plan), dtype=np.int64)
-    row_of = {fqn: row for row, fqn in enumerate(table.fqns) if table.owners[row] < 0} if contested else {}
-    changed = [row for fqn, row in row_of.items() if fqn in contested and table.kinds[row] == EntryKind.ALIAS]
-    if not changed:
-        return plan, rows
-    entries: list[Entry] = [table[row] for row in range(len(table))]
-    extra: list[I64] = []
-    new_rows: list[int] = []
-    for row in changed:
-        items = np.flatnonzero(plan.chunks.entry == row_of[entries[row].target])
-        entries[row] = replace(entries[row], kind=EntryKind.TENSOR, target="")
-        extra.append(items)
-        new_rows += [row] * len(items)
-    sources = np.concatenate([rows, *extra])
-    copied = plan.chunks.take(sources[len(rows) :]).with_entry(np.array(new_rows, dtype=np.int64))
-    chunks = concat_chunks([plan.chunks, copied])
-    return SavePlan(EntryTable.from_entries(entries), chunks, plan.nbytes[sources], plan.storage_data), sources
-
-
 class ReplicaReport:
-    """What one rank holds and did not write: rows of its local plan, and the checksums of each."""
+    """What one rank holds and did not write: rows of its `held_boxes`, and the checksums of each."""
 
     def __init__(self, rows: I64, crc_ends: I64, crcs: npt.NDArray[np.uint32], nbytes: I64) -> None:
         self.rows = rows
@@ -376,69 +285,80 @@ class ReplicaReport:
         )
 
 
-def rows_not_written(local: SavePlan, final: SavePlan, check: ReplicaCheck) -> list[int]:
-    """Rows of `local` that another rank writes and that `check` asks to compare.
+def left_to_others(held: SavePlan, local: SavePlan, final: SavePlan, check: ReplicaCheck) -> list[int]:
+    """Rows of `held` (a rank's `held_boxes`) that another rank writes and that `check` asks to compare.
 
-    `final` may hold the items in another order, or parts of one: what it has no identical item for was left to others.
+    `final` may hold the items in another order, or parts of them: what it has no identical item for was left to others.
+    A box that its holders write a part each of comes as those parts.
     """
     if check == "off" or len(local) == 0:
         return []
-    rows = np.arange(len(local)) if check == "all" else np.flatnonzero(local.nbytes <= SMALL_REPLICA_BYTES)
-    written = {item.index for item in final.items}
-    owners = local.entries.owners[local.chunks.entry[rows]]
-    return [row for row in rows[owners < 0].tolist() if local.item(row).index not in written]
+    left = held.entries.owners[held.chunks.entry] < 0
+    if check == "small":
+        left &= held.nbytes <= SMALL_REPLICA_BYTES
+    rows = final.rows_in(local)
+    if rows is not None:
+        left[rows] = False
+    else:
+        left[_whole_boxes(held, len(local))] = False
+        written = {item.index for item in final.items}
+        left[[row for row in np.flatnonzero(left).tolist() if held.item(row).index in written]] = False
+    found: list[int] = np.flatnonzero(left).tolist()
+    return found
 
 
-def check_replicas(metadata: Metadata, plans: Sequence[SavePlan], reports: Sequence[ReplicaReport]) -> None:
+def _whole_boxes(held: SavePlan, count: int) -> list[int]:
+    """Which of the first `count` boxes the boxes after them are parts of."""
+    rows: set[int] = set()
+    for part in range(count, len(held)):
+        inside = held.item(part).index
+        for row in np.flatnonzero(held.chunks.entry[:count] == held.chunks.entry[part]).tolist():
+            offsets, sizes = held.chunks.box(row)
+            box = Box(offsets, sizes)
+            if intersect(box, Box(inside.offsets, inside.sizes)) is not None:
+                rows.add(row)
+    return sorted(rows)
+
+
+def check_replicas(whole: WholePlan, storage: StorageTable, reports: Sequence[ReplicaReport]) -> None:
     """Compare what ranks hold with what was written in their stead.
 
     Args:
-        metadata: with storage, so with the checksums of what was written.
-        plans: every rank's local plan, whole.
-        reports: every rank's report on its local plan.
+        whole: what all ranks wrote.
+        storage: where, with the checksums of it.
+        reports: every rank's report.
 
     Raises:
         ReplicaMismatchError: lists the keys that differ.
     """
-    held = []
-    for plan, report, row in zip(plans, reports, entry_rows(metadata, plans), strict=True):
-        part = plan.chunks.take(report.rows)
-        held.append(part.with_entry(row[part.entry]))
-    queries = concat_chunks(held)
-    if not len(queries):
-        return
+    stored = np.concatenate([whole.held_by(rank)[report.rows] for rank, report in enumerate(reports)])
     ranks = np.repeat(np.arange(len(reports)), [len(report.rows) for report in reports])
-    stored = _match(metadata.chunks, queries)
     lengths = np.concatenate([report.nbytes for report in reports])
     crc_lengths = np.concatenate([report.crc_ends - starts_of(report.crc_ends) for report in reports])
-    crc_ends = ends_of(crc_lengths)
     crcs = np.concatenate([report.crcs for report in reports])
-    wrong: dict[str, list[int]] = {}
-    for query in np.flatnonzero(stored >= 0).tolist():
-        info = metadata.storage_info(int(stored[query]))
-        mine = tuple(crcs[int(crc_ends[query]) - int(crc_lengths[query]) : int(crc_ends[query])].tolist())
-        if info.length != int(lengths[query]) or info.checksums != mine:
-            name = metadata.entries.fqns[int(metadata.chunks.entry[int(stored[query])])]
-            wrong.setdefault(name, []).append(int(ranks[query]))
-    if wrong:
-        named = [f"{fqn!r} (rank {', '.join(map(str, ranks[:4]))})" for fqn, ranks in wrong.items()]
-        raise ReplicaMismatchError(
-            f"{len(wrong)} keys are not the same on all ranks: {_list(named)} differ from the rank that writes them. "
-            "Mark state that differs on every rank with PerRank, synchronise what should be equal, or set "
-            "check_replicas=off."
-        )
-
-
-def _match(chunks: ChunkTable, queries: ChunkTable) -> I64:
-    """For each query the first row of `chunks` that is the same box; -1 where there is none."""
-    both = concat_chunks([chunks, queries])
-    keys = both.sort_keys()
-    order = sort_order(keys)
-    group = np.cumsum(group_starts(keys, order)) - 1
-    heads = order[np.flatnonzero(group_starts(keys, order))]
-    answer = np.full(len(both), -1, dtype=np.int64)
-    answer[order] = np.where(heads[group] < len(chunks), heads[group], -1)
-    return answer[len(chunks) :]
+    # What a custom planner has others write in other boxes cannot be compared.
+    known = np.flatnonzero(stored >= 0)
+    wrong = np.zeros(len(stored), dtype=np.bool_)
+    wrong[known] = storage.length[stored[known]] != lengths[known]
+    same = np.flatnonzero(~wrong & (stored >= 0) & (crc_lengths > 0))
+    ends, mine = take_runs(ends_of(crc_lengths), same)
+    _, theirs = take_runs(storage.crc_ends, stored[same])
+    if len(mine) != len(theirs):
+        raise ReplicaMismatchError("a rank reported another number of checksums than there are blocks.")
+    if len(same):
+        wrong[same] = np.logical_or.reduceat(crcs[mine] != storage.crcs[theirs], starts_of(ends))
+    if not wrong.any():
+        return
+    named: dict[str, list[int]] = {}
+    for row in np.flatnonzero(wrong).tolist():
+        entry = int(whole.metadata.chunks.entry[int(stored[row])])
+        named.setdefault(whole.metadata.entries.fqns[entry], []).append(int(ranks[row]))
+    listed = [f"{fqn!r} (rank {', '.join(map(str, who[:4]))})" for fqn, who in named.items()]
+    raise ReplicaMismatchError(
+        f"{len(named)} keys are not the same on all ranks: {_list(listed)} differ from the rank that writes them. "
+        "Mark state that differs on every rank with PerRank, synchronise what should be equal, or set "
+        "check_replicas=off."
+    )
 
 
 def _list(parts: Sequence[str]) -> str:

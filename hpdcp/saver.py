@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,11 +19,16 @@ from hpdcp.container import pack_columns, unpack_columns
 from hpdcp.errors import CommitUncertainError, HpdcpError, PeerLostError
 from hpdcp.metadata import Metadata
 from hpdcp.objects import is_pickled
+from hpdcp.plan_cache import PLANS, CachedPlan
 from hpdcp.planner import PlannerContext, SavePlan, SavePlanner
-from hpdcp.replicas import ReplicaReport, check_replicas, rows_not_written
-from hpdcp.storage import StorageWriter, WriteResults, join_results
+from hpdcp.replicas import ReplicaReport, check_replicas, left_to_others
+from hpdcp.storage import StorageWriter, WholePlan, WriteResults, held_boxes, join_results
 from hpdcp.tables import EntryKind
-from hpdcp.timing import stage, timed
+from hpdcp.timing import log_message, stage, timed
+
+_ID_BYTES: Final = 8
+_NEVER_AGAIN: Final = 0
+"""Instead of a plan's id: this plan is good for one save only."""
 
 
 @timed("_save_impl")
@@ -56,27 +65,73 @@ class _Save:
         self._exchange = exchange
         self._context = PlannerContext(exchange.rank, exchange.world_size, exchange.is_coordinator, collective)
         self._check: ReplicaCheck = "off"
+        self._key: Hashable | None = None
+        self._cached: CachedPlan | None = None
+        self._to_cache = False
 
     def plan(self) -> SavePlan:
+        least, most = self._exchange.vote("starting the save", 3, self._look_up)
+        if self._cached is not None and least == most:
+            decided = self._exchange.announce("starting the save", self._begin_as_cached)
+            if decided:
+                log_message(logging.INFO, "Hit final plan and metadata cache.")
+                part = SavePlan.from_part(self._cached.part, self._local_plan)
+                return part.with_storage_data(json.loads(decided))
+        self._cached = None
         with stage("all_gather_object"):
-            part = self._exchange.plan("planning the save", self._plan_locally, self._plan_globally)
-        return SavePlan.from_bytes(part)
+            part_bytes = self._exchange.plan("planning the save", self._plan_locally, self._plan_globally)
+        self._plan_id = int.from_bytes(part_bytes[:_ID_BYTES], "little")
+        return SavePlan.from_part(memoryview(part_bytes)[_ID_BYTES:], self._local_plan)
 
-    def _plan_locally(self) -> bytes:
+    def _look_up(self) -> tuple[int, int, int]:
+        """This rank's vote: whether it has a plan, which one, and the place it saves to; only equal votes are a hit."""
         self._check = config.current().check_replicas
         self._writer = self._open_writer()
         self._writer.configure_writer(self._context)
         self._planner.configure_planner(self._state_dict, self._context)
+        key = self._planner.cache_key() if self._context.collective else None
+        if key is None:
+            return 0, 0, 0
+        self._key = (_class_name(self._writer), _class_name(self._planner), key)
+        cached = PLANS.get(self._key)
+        if cached is None:
+            return 0, 0, 0
+        planned = SavePlan.from_bytes(cached.local)
+        local = self._writer.optimize_local_plan(planned)
+        if not local.has_items_of(planned):
+            return 0, 0, 0
+        self._cached, self._local_plan = cached, local
+        place = hashlib.blake2b(json.dumps(dict(local.storage_data), sort_keys=True).encode(), digest_size=8).digest()
+        return 1, cached.plan_id, int.from_bytes(place, "little") >> 1
+
+    def _begin_as_cached(self) -> bytes:
+        """What the writer tells all ranks of this save; nothing when it would have them write other than planned."""
+        assert self._cached is not None
+        assert self._cached.whole is not None
+        whole = WholePlan.from_bytes(self._cached.whole)
+        plans = whole.plans(self._local_plan.storage_data)
+        final = self._writer.optimize_global_plan(plans)
+        if not _told_alike(plans, final):
+            return b""
+        self._whole = whole
+        return json.dumps(dict(final[0].storage_data)).encode()
+
+    def _plan_locally(self) -> bytes:
         with stage("build_local_plan"):
-            self._local_plan = self._writer.optimize_local_plan(self._planner.build_local_plan())
+            planned = self._planner.build_local_plan()
+            self._local_plan = self._writer.optimize_local_plan(planned)
+        self._to_cache = self._local_plan.has_items_of(planned)
         return self._local_plan.to_bytes()
 
     def _plan_globally(self, parts: list[bytes]) -> list[bytes]:
-        self._local_plans = [SavePlan.from_bytes(part) for part in parts]
+        locals_ = [SavePlan.from_bytes(part) for part in parts]
         with stage("build_global_plan"):
-            plans, self._metadata = self._planner.build_global_plan(self._local_plans)
-            self._final_plans = self._writer.optimize_global_plan(plans)
-        return [plan.to_bytes() for plan in self._final_plans]
+            plans, metadata = self._planner.build_global_plan(locals_)
+            final = self._writer.optimize_global_plan(plans)
+            self._whole = WholePlan.of(metadata, final, locals_)
+        plan_id = _draw() if _told_alike(plans, final) else _NEVER_AGAIN
+        prefix = plan_id.to_bytes(_ID_BYTES, "little")
+        return [prefix + plan.to_part(local) for plan, local in zip(final, locals_, strict=True)]
 
     def write_and_commit(self, plan: SavePlan) -> Metadata:
         try:
@@ -90,7 +145,17 @@ class _Save:
             except HpdcpError as left:
                 error.add_note(f"What this rank had written could not be removed: {left}")
             raise
+        self._remember(plan)
         return Metadata.from_bytes(published, where="the metadata of this save")
+
+    def _remember(self, plan: SavePlan) -> None:
+        """Keep the plan for the next save, now that this one is known to be published."""
+        if self._key is None or self._cached is not None or not self._to_cache or self._plan_id == _NEVER_AGAIN:
+            return
+        local = self._local_plan.with_storage_data({}).without_object_lengths()
+        part = plan.with_storage_data({}).without_object_lengths().to_part(self._local_plan)
+        whole = self._whole.without_object_lengths().to_bytes() if self._context.is_coordinator else None
+        PLANS.put(self._key, CachedPlan(self._plan_id, local.to_bytes(), part, whole))
 
     def _write(self, plan: SavePlan) -> bytes:
         final = self._planner.finalize_plan(plan)
@@ -100,30 +165,52 @@ class _Save:
         return _join(results.to_bytes(), report.to_bytes())
 
     def _report_on_replicas(self, final: SavePlan) -> ReplicaReport:
-        candidates = [] if isinstance(self._exchange, Alone) else rows_not_written(self._local_plan, final, self._check)
+        held = held_boxes(self._local_plan, final)
+        alone = isinstance(self._exchange, Alone)
+        candidates = [] if alone else left_to_others(held, self._local_plan, final, self._check)
         rows: list[int] = []
         checksums: list[Sequence[int]] = []
+        lengths: list[int] = []
         for row in candidates:
-            item = self._local_plan.item(row)
+            item = held.item(row)
             if item.kind is EntryKind.OBJECT:
                 data = self._planner.get_bytes(item)
                 if is_pickled(data):
                     continue
                 pieces = iter([memoryview(data)])
+                lengths.append(len(data))
             else:
                 pieces = byte_pieces(self._planner.get_tensor(item))
+                lengths.append(item.nbytes)
             rows.append(row)
             checksums.append(block_checksums(pieces))
-        return ReplicaReport.build(rows, checksums, [int(self._local_plan.nbytes[row]) for row in rows])
+        return ReplicaReport.build(rows, checksums, lengths)
 
     def _commit(self, answers: list[bytes]) -> bytes:
         pairs = [_part(answer) for answer in answers]
         results = [WriteResults.from_bytes(result) for result, _ in pairs]
-        metadata = self._metadata
-        metadata = metadata.with_storage(join_results(metadata, self._final_plans, results), {})
-        check_replicas(metadata, self._local_plans, [ReplicaReport.from_bytes(report) for _, report in pairs])
+        storage = join_results(self._whole, results)
+        check_replicas(self._whole, storage, [ReplicaReport.from_bytes(report) for _, report in pairs])
         with stage("finalize_checkpoint"):
+            metadata = self._whole.metadata.with_storage(storage, {})
             return self._writer.finalize_checkpoint(metadata, results).to_bytes()
+
+
+def _draw() -> int:
+    """A number that nobody else draws: at least 1, below 2**63."""
+    return secrets.randbelow((1 << 63) - 1) + 1
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _told_alike(planned: Sequence[SavePlan], final: Sequence[SavePlan]) -> bool:
+    """Whether the writer changed nothing of the plans but what it tells all ranks alike: then they may be reused."""
+    return len(planned) == len(final) and all(
+        plan.has_items_of(before) and plan.storage_data == final[0].storage_data
+        for plan, before in zip(final, planned, strict=True)
+    )
 
 
 def _join(results: bytes, report: bytes) -> bytes:

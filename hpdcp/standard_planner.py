@@ -393,7 +393,8 @@ class StandardLoadPlanner(LoadPlanner):
         return _narrowed(shards.view(chunk), Box(item.dest_offsets, item.lengths))
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        return
+        # Filled by address, which autograd does not see: a backward pass that still needs the old values must fail.
+        torch.autograd.graph.increment_version(tensor)
 
     def apply_bytes(self, item: ReadItem, data: bytes) -> None:
         index = item.dest_index

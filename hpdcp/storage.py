@@ -8,13 +8,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from hpdcp import config
+from hpdcp.backend import Backend
 from hpdcp.container import StringColumn, pack_columns, unpack_columns
 from hpdcp.errors import NotSupportedError, StateDictError, StorageError
 from hpdcp.metadata import Metadata, StorageInfo, StorageTable
 from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SavePlanner
-from hpdcp.tables import I64, ChunkTable, concat_chunks, ends_of, sort_order, starts_of, take_runs
+from hpdcp.tables import (
+    I64,
+    ChunkTable,
+    EntryKind,
+    EntryTable,
+    column,
+    concat_chunks,
+    ends_of,
+    group_starts,
+    group_tables,
+    sort_order,
+    starts_of,
+    take_runs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +124,15 @@ class StorageWriter(ABC):
         raise NotSupportedError(
             f"{type(self).__name__} takes no checkpoint_id; leave it out, or implement initialize_writer."
         )
+
+    @property
+    def place(self) -> str | None:
+        """Where it saves to, as messages name it; None when that is not a place that a backend can open."""
+        return None
+
+    def open_place(self) -> Backend:
+        """A backend at `place`, for what ranks tell one another through storage."""
+        raise NotSupportedError(f"{type(self).__name__} saves to no place that a backend can open.")
 
     @abstractmethod
     def configure_writer(self, context: PlannerContext) -> None:
@@ -213,25 +237,115 @@ class RankMetadata(ABC):
         """What all ranks stored, as one."""
 
 
-def join_results(metadata: Metadata, plans: Sequence[SavePlan], results: Sequence[WriteResults]) -> StorageTable:
-    """Where each row of `metadata.chunks` was stored, once every planned item has its result of the planned length.
+@dataclass(frozen=True, slots=True)
+class WholePlan:
+    """What all ranks write, and the metadata made of it: what the coordinator needs once they have written."""
+
+    metadata: Metadata
+    """Without storage."""
+    counts: I64
+    """How many items each rank writes."""
+    nbytes: I64
+    """What each item takes, rank by rank; -1 for an object of a cached plan, which may have any length."""
+    order: I64
+    """For each row of `metadata.chunks`, which of all items it is, rank by rank."""
+    held: I64
+    """For each box each rank holds (`held_boxes`), rank by rank, the row of `metadata.chunks` that is the same box, or
+    -1; of copies that several ranks write, the first."""
+    held_ends: I64
+    """Where each rank's rows end in `held`."""
+
+    @classmethod
+    def of(cls, metadata: Metadata, plans: Sequence[SavePlan], locals_: Sequence[SavePlan]) -> WholePlan:
+        """From every rank's final plan and the local plans these were made of.
+
+        Raises:
+            StateDictError: a plan holds a name that the metadata does not.
+            StorageError: the plans hold other items than the metadata.
+        """
+        planned = _as_stored(metadata, plans)
+        order = sort_order(planned.sort_keys())
+        if not _same_rows(planned.take(order), metadata.chunks):
+            raise StorageError(
+                "the plans to be written are not the plans the metadata was made of; nothing was published."
+            )
+        held = [held_boxes(local, final) for local, final in zip(locals_, plans, strict=True)]
+        return cls(
+            metadata,
+            np.array([len(plan) for plan in plans], dtype=np.int64),
+            np.concatenate([plan.nbytes for plan in plans]),
+            order.astype(np.int64),
+            _match(metadata.chunks, _as_stored(metadata, held)),
+            ends_of(np.array([len(plan) for plan in held], dtype=np.int64)),
+        )
+
+    def held_by(self, rank: int) -> I64:
+        """For each box `rank` holds, the row of `metadata.chunks` that is the same box, or -1."""
+        return self.held[int(self.held_ends[rank - 1]) if rank else 0 : int(self.held_ends[rank])]
+
+    def plans(self, storage_data: Mapping[str, str]) -> list[SavePlan]:
+        """Every rank's plan, of the names of all."""
+        position = np.empty_like(self.order)
+        position[self.order] = np.arange(len(self.order))
+        items = self.metadata.chunks.take(position)
+        ends = ends_of(self.counts)
+        return [
+            SavePlan(self.metadata.entries, items.rows(start, end), self.nbytes[start:end], storage_data)
+            for start, end in zip(starts_of(ends).tolist(), ends.tolist(), strict=True)
+        ]
+
+    def without_object_lengths(self) -> WholePlan:
+        """The plan as it is cached: an object may be encoded to another length by the next save."""
+        chunks, kinds = self.metadata.chunks, self.metadata.entries.kinds
+        nbytes = self.nbytes.copy()
+        nbytes[self.order[kinds[chunks.entry] == EntryKind.OBJECT]] = -1
+        return replace(self, nbytes=nbytes)
+
+    def to_bytes(self) -> bytes:
+        """As it is cached: columns, no pickle."""
+        columns: dict[str, npt.NDArray[np.generic]] = {
+            **self.metadata.entries.to_columns(),
+            **self.metadata.chunks.to_columns(),
+            "item.count": self.counts,
+            "item.nbytes": self.nbytes,
+            "item.order": self.order,
+            "held.row": self.held,
+            "held.ends": self.held_ends,
+        }
+        return pack_columns(columns, self.metadata.settings)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> WholePlan:
+        columns, settings = unpack_columns(data, where="a cached plan")
+        return cls(
+            Metadata(EntryTable.from_columns(columns), ChunkTable.from_columns(columns), settings=settings),
+            column(columns, "item.count", np.int64),
+            column(columns, "item.nbytes", np.int64),
+            column(columns, "item.order", np.int64),
+            column(columns, "held.row", np.int64),
+            column(columns, "held.ends", np.int64),
+        )
+
+
+def held_boxes(local: SavePlan, final: SavePlan) -> SavePlan:
+    """What a rank holds: the boxes of its local plan, then the parts that some of them are written in."""
+    if final.split is None:
+        return local
+    volumes = local.chunks.volumes()
+    itemsize = np.zeros(len(local.entries), dtype=np.int64)
+    itemsize[local.chunks.entry] = local.nbytes // np.maximum(volumes, 1)
+    parts = final.split
+    nbytes = parts.volumes() * itemsize[parts.entry]
+    return SavePlan(local.entries, concat_chunks([local.chunks, parts]), np.concatenate([local.nbytes, nbytes]))
+
+
+def join_results(whole: WholePlan, results: Sequence[WriteResults]) -> StorageTable:
+    """Where each row of the metadata's chunks was stored, once every planned item has its result of the planned length.
 
     Raises:
         StorageError: a rank's results do not fit its plan, or two ranks wrote one file.
     """
-    for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
-        _check_results(rank, plan, result)
-    planned = concat_chunks(
-        [
-            plan.chunks.with_entry(row[plan.chunks.entry])
-            for plan, row in zip(plans, entry_rows(metadata, plans), strict=True)
-        ]
-    )
-    order = sort_order(planned.sort_keys())
-    if not _same_rows(planned.take(order), metadata.chunks):
-        raise StorageError(
-            "the plans that were written are not the plans the metadata was made of; nothing was published."
-        )
+    _check_results(whole, results)
     tables = [result.table for result in results]
     names = [name for table in tables for name in table.file_names]
     if len(set(names)) != len(names):
@@ -249,41 +363,76 @@ def join_results(metadata: Metadata, plans: Sequence[SavePlan], results: Sequenc
         file_sizes=np.concatenate([table.file_sizes for table in tables]),
         file_marks=np.concatenate([table.file_marks for table in tables]),
     )
-    return WriteResults(joined).take(order).table
+    return WriteResults(joined).take(whole.order).table
 
 
-def entry_rows(metadata: Metadata, plans: Sequence[SavePlan]) -> list[I64]:
+def _as_stored(metadata: Metadata, plans: Sequence[SavePlan]) -> ChunkTable:
+    """The boxes of all plans, rank by rank, of the metadata's entries."""
+    rows = _entry_rows(metadata, plans)
+    return concat_chunks(
+        [plan.chunks.with_entry(row[plan.chunks.entry]) for plan, row in zip(plans, rows, strict=True)]
+    )
+
+
+def _match(chunks: ChunkTable, wanted: ChunkTable) -> I64:
+    """For each box of `wanted` the first row of `chunks` that is the same box; -1 where there is none."""
+    both = concat_chunks([chunks, wanted])
+    keys = both.sort_keys()
+    order = sort_order(keys)
+    first = group_starts(keys, order)
+    heads = order[first][np.cumsum(first) - 1]
+    answer = np.empty(len(both), dtype=np.int64)
+    answer[order] = np.where(heads < len(chunks), heads, -1)
+    return answer[len(chunks) :]
+
+
+def _entry_rows(metadata: Metadata, plans: Sequence[SavePlan]) -> list[I64]:
     """For each plan, the row of `metadata.entries` of each of the plan's entries.
 
     Raises:
         StateDictError: a plan holds a name that the metadata does not.
     """
-    known: Mapping[tuple[str, int], int] = {
-        name: row for row, name in enumerate(zip(metadata.entries.fqns, metadata.entries.owners.tolist(), strict=True))
-    }
-    rows = []
-    for plan in plans:
-        names = zip(plan.entries.fqns, plan.entries.owners.tolist(), strict=True)
+    owners = metadata.entries.owners.tolist()
+    known = {name: row for row, name in enumerate(zip(metadata.entries.names(), owners, strict=True))}
+    group, first = group_tables([plan.entries for plan in plans])
+    names = [plans[rank].entries.names() for rank in first]
+    shared: dict[int, I64] = {}
+    rows: list[I64] = []
+    for rank, (plan, table) in enumerate(zip(plans, group, strict=True)):
+        owned = plan.entries.owners == rank
         try:
-            rows.append(np.fromiter((known[name] for name in names), dtype=np.int64, count=len(plan.entries)))
+            if table not in shared:
+                wanted = zip(names[table], plan.entries.owners.tolist(), strict=True)
+                shared[table] = np.fromiter(map(known.__getitem__, wanted), dtype=np.int64, count=len(plan.entries))
+            mine = shared[table]
+            if first[table] != rank and owned.any():
+                mine = mine.copy()
+                mine[owned] = [known[names[table][row], rank] for row in np.flatnonzero(owned).tolist()]
         except KeyError as error:
-            raise StateDictError(f"the global plan lost the entry {error.args[0][0]!r}.") from None
+            lost = error.args[0][0].encode("latin-1").decode("utf-8", "replace")
+            raise StateDictError(f"the global plan lost the entry {lost!r}.") from None
+        rows.append(mine)
     return rows
 
 
-def _check_results(rank: int, plan: SavePlan, result: WriteResults) -> None:
-    if len(result) != len(plan):
-        raise StorageError(
-            f"rank {rank} reported {len(result)} results for the {len(plan)} items it was to write; "
-            "nothing was published."
-        )
-    wrong = np.flatnonzero(result.table.length != plan.nbytes)
-    if len(wrong):
-        item = plan.item(int(wrong[0]))
-        raise StorageError(
-            f"rank {rank} stored {int(result.table.length[wrong[0]])} bytes of {item.index.fqn!r}, planned were "
-            f"{item.nbytes} ({len(wrong)} items differ); nothing was published."
-        )
+def _check_results(whole: WholePlan, results: Sequence[WriteResults]) -> None:
+    ends = ends_of(whole.counts).tolist()
+    for rank, (result, count, end) in enumerate(zip(results, whole.counts.tolist(), ends, strict=True)):
+        if len(result) != count:
+            raise StorageError(
+                f"rank {rank} reported {len(result)} results for the {count} items it was to write; "
+                "nothing was published."
+            )
+        planned = whole.nbytes[end - count : end]
+        wrong = np.flatnonzero((result.table.length != planned) & (planned >= 0))
+        if len(wrong):
+            item = int(wrong[0])
+            entry = whole.metadata.chunks.entry[int(np.flatnonzero(whole.order == end - count + item)[0])]
+            raise StorageError(
+                f"rank {rank} stored {int(result.table.length[item])} bytes of "
+                f"{whole.metadata.entries.fqns[int(entry)]!r}, planned were {int(planned[item])} "
+                f"({len(wrong)} items differ); nothing was published."
+            )
 
 
 def _same_rows(left: ChunkTable, right: ChunkTable) -> bool:

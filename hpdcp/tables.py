@@ -7,10 +7,10 @@ asks for it. Everything is immutable by convention: `take` makes a new table.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias, TypeVar, cast
+from typing import Final, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from hpdcp.container import StringColumn
 I64: TypeAlias = npt.NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
 Columns: TypeAlias = Mapping[str, npt.NDArray[np.generic]]
+
+
+_BLOCK_ROWS: Final = 1 << 16
 
 
 class EntryKind(IntEnum):
@@ -74,8 +77,15 @@ def take_runs(ends: I64, order: npt.NDArray[np.integer]) -> tuple[I64, I64]:
 
 def take_strings(column: StringColumn, order: npt.NDArray[np.integer]) -> StringColumn:
     """The strings of `column` in `order`."""
-    ends, positions = take_runs(column.ends, order)
-    return StringColumn(column.blob[positions], ends)
+    ends = ends_of((column.ends - starts_of(column.ends))[order])
+    blob = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.uint8)
+    filled = 0
+    # In blocks, since a position takes eight times the memory of the byte it stands for.
+    for start in range(0, len(order), _BLOCK_ROWS):
+        _, positions = take_runs(column.ends, order[start : start + _BLOCK_ROWS])
+        blob[filled : filled + len(positions)] = column.blob[positions]
+        filled += len(positions)
+    return StringColumn(blob, ends)
 
 
 def _ints(values: Iterable[int]) -> I64:
@@ -221,23 +231,46 @@ class ChunkTable:
         ends, positions = take_runs(self.ends, order)
         return ChunkTable(self.entry[order], ends, self.offsets[positions], self.sizes[positions])
 
+    def rows(self, start: int, stop: int) -> ChunkTable:
+        """Rows `start` to `stop`, as views."""
+        first = int(self.ends[start - 1]) if start else 0
+        last = int(self.ends[stop - 1]) if stop > start else first
+        ends = self.ends[start:stop] - first
+        return ChunkTable(self.entry[start:stop], ends, self.offsets[first:last], self.sizes[first:last])
+
     def with_entry(self, entry: I64) -> ChunkTable:
         """The same boxes, of other entry rows."""
         return ChunkTable(entry, self.ends, self.offsets, self.sizes)
 
     def sort_keys(self) -> list[I64]:
-        """Columns that order rows by (entry, offsets, sizes); two rows are one box exactly when all are equal."""
-        ndims = self.ends - starts_of(self.ends)
-        widest = int(ndims.max()) if len(ndims) else 0
+        """Columns that order rows by (entry, offsets, sizes); two rows are one box exactly when all are equal.
+
+        As few as 64 bits allow, since each one more is a sort of its own.
+        """
         starts = starts_of(self.ends)
-        keys = [self.entry]
+        ndims = self.ends - starts
+        widest = int(ndims.max(initial=0))
+        keys: list[I64] = []
+        span = 0
+        for column in self._columns_by_axis(ndims, starts, widest):
+            radix = int(column.max(initial=0)) + 2
+            if keys and span * radix < 1 << 63:
+                keys[-1] = keys[-1] * radix + (column + 1)
+                span *= radix
+            else:
+                keys.append(column + 1)
+                span = radix
+        return keys
+
+    def _columns_by_axis(self, ndims: I64, starts: I64, widest: int) -> Iterator[I64]:
+        """The entry, then each axis' offset, then each axis' size; -1 where a row has no such axis."""
+        yield self.entry
         for values in (self.offsets, self.sizes):
             for axis in range(widest):
                 has = ndims > axis
-                key = np.full(len(ndims), -1, dtype=np.int64)
-                key[has] = values[starts[has] + axis]
-                keys.append(key)
-        return keys
+                column = np.full(len(ndims), -1, dtype=np.int64)
+                column[has] = values[starts[has] + axis]
+                yield column
 
     def to_columns(self, prefix: str = "chunk.") -> dict[str, npt.NDArray[np.generic]]:
         """Named arrays, from which `from_columns` makes the table again."""
