@@ -157,7 +157,7 @@ def _typed(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
     array = np.frombuffer(view, dtype=np.uint8)
     if array.ctypes.data % dtype.itemsize:
         array = array.copy()
-    return device.tensor_over(memoryview(array)).view(dtype)
+    return device.tensor_over(array.data).view(dtype)
 
 
 def _slabs(box: Box, strides: tuple[int, ...], most: int) -> Iterator[Box]:

@@ -173,3 +173,11 @@ def test_every_meta_target_is_named(checkpoint: Path) -> None:
         hpdcp.load(targets, checkpoint_id=checkpoint)
     assert "matrix" in str(caught.value)
     assert "scalar" in str(caught.value)
+
+
+def test_a_backward_pass_recorded_before_the_load_does_not_use_the_loaded_values(checkpoint: Path) -> None:
+    leaf = nn.Parameter(torch.full((4, 6), _MARK))
+    loss = (leaf * leaf).sum()
+    hpdcp.load({"matrix": leaf}, checkpoint_id=checkpoint)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
