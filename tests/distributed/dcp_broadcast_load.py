@@ -359,7 +359,8 @@ def test_a_hole_in_what_several_ranks_want_stays_as_each_of_them_had_it(
     ranks.barrier()
     targets = {"w": torch.full((8, 4), ranks.sentinel()), "b": torch.zeros(4)}
     planner = StandardLoadPlanner(allow_partial_load=True)
-    hpdcp.load(targets, checkpoint_id=folder, planner=planner, broadcast_replicated_tensors=True)
+    with config.using(verify="never"):
+        hpdcp.load(targets, checkpoint_id=folder, planner=planner)
     assert planner.not_loaded == ("w",)
     assert torch.equal(targets["w"][:4], full[:4])
     assert bool((targets["w"][4:] == ranks.sentinel()).all())
