@@ -6,6 +6,7 @@ for the distinct tables among theirs, as columns.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -123,17 +124,16 @@ class _Names:
 
     def __init__(self, tables: _Tables, *, world_size: int) -> None:
         every = tables.every
-        ids: dict[str, int] = {}
-        met = np.array([ids.setdefault(name, len(ids)) for name in every.names()], dtype=np.int64)
-        place = np.empty(len(ids), dtype=np.int64)
-        place[[ids[name] for name in sorted(ids)]] = np.arange(len(ids))
-        self._ids, self._place = ids, place
+        named = every.names()
+        self._place = dict(zip(sorted(dict.fromkeys(named)), itertools.count(), strict=False))
+        """fqn, as `EntryTable.names` spells it → its place among all."""
+        place = np.fromiter(map(self._place.__getitem__, named), dtype=np.int64, count=len(named))
         others, self._other_ranks = tables.others_owned()
         self.position = np.concatenate([np.arange(len(every)), others])
         """Rows of the tables: each of them, then again what further ranks own."""
         owners = np.concatenate([every.owners, self._other_ranks])
         self._span = max(world_size, int(owners.max(initial=0)) + 1) + 1
-        codes = place[met][self.position] * self._span + owners + 1
+        codes = place[self.position] * self._span + owners + 1
         # Whoever holds something of a name is asked first what it is.
         order = np.lexsort((~tables.holds[self.position], codes))
         starts = np.ones(len(order), dtype=np.bool_)
@@ -160,10 +160,10 @@ class _Names:
 
     def find(self, fqn: str) -> int | None:
         """The merged row of `fqn` as shared state."""
-        name = self._ids.get(fqn.encode("utf-8", "surrogatepass").decode("latin-1"))
-        if name is None:
+        place = self._place.get(fqn.encode("utf-8", "surrogatepass").decode("latin-1"))
+        if place is None:
             return None
-        code = int(self._place[name]) * self._span
+        code = place * self._span
         row = int(np.searchsorted(self._codes, code))
         return row if row < len(self._codes) and int(self._codes[row]) == code else None
 

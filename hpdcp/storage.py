@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -263,19 +264,21 @@ class WholePlan:
             StateDictError: a plan holds a name that the metadata does not.
             StorageError: the plans hold other items than the metadata.
         """
-        planned = _as_stored(metadata, plans)
+        held = [held_boxes(local, final) for local, final in zip(locals_, plans, strict=True)]
+        held_rows = _entry_rows(metadata, held)
+        same_names = all(plan.entries is mine.entries for plan, mine in zip(plans, held, strict=True))
+        planned = _with_rows(plans, held_rows if same_names else _entry_rows(metadata, plans))
         order = sort_order(planned.sort_keys())
         if not _same_rows(planned.take(order), metadata.chunks):
             raise StorageError(
                 "the plans to be written are not the plans the metadata was made of; nothing was published."
             )
-        held = [held_boxes(local, final) for local, final in zip(locals_, plans, strict=True)]
         return cls(
             metadata,
             np.array([len(plan) for plan in plans], dtype=np.int64),
             np.concatenate([plan.nbytes for plan in plans]),
             order.astype(np.int64),
-            _match(metadata.chunks, _as_stored(metadata, held)),
+            _match(metadata.chunks, _with_rows(held, held_rows)),
             ends_of(np.array([len(plan) for plan in held], dtype=np.int64)),
         )
 
@@ -366,9 +369,8 @@ def join_results(whole: WholePlan, results: Sequence[WriteResults]) -> StorageTa
     return WriteResults(joined).take(whole.order).table
 
 
-def _as_stored(metadata: Metadata, plans: Sequence[SavePlan]) -> ChunkTable:
-    """The boxes of all plans, rank by rank, of the metadata's entries."""
-    rows = _entry_rows(metadata, plans)
+def _with_rows(plans: Sequence[SavePlan], rows: Sequence[I64]) -> ChunkTable:
+    """The boxes of all plans, rank by rank, of other entries: `rows` has one for each entry of each plan."""
     return concat_chunks(
         [plan.chunks.with_entry(row[plan.chunks.entry]) for plan, row in zip(plans, rows, strict=True)]
     )
@@ -392,26 +394,32 @@ def _entry_rows(metadata: Metadata, plans: Sequence[SavePlan]) -> list[I64]:
     Raises:
         StateDictError: a plan holds a name that the metadata does not.
     """
-    owners = metadata.entries.owners.tolist()
-    known = {name: row for row, name in enumerate(zip(metadata.entries.names(), owners, strict=True))}
-    group, first = group_tables([plan.entries for plan in plans])
-    names = [plans[rank].entries.names() for rank in first]
+    names, owners = metadata.entries.names(), metadata.entries.owners
+    known = dict(zip(names, itertools.count(), strict=False))
+    owned = {(names[row], int(owners[row])): row for row in np.flatnonzero(owners >= 0).tolist()}
+    group, _ = group_tables([plan.entries for plan in plans])
     shared: dict[int, I64] = {}
     rows: list[I64] = []
-    for rank, (plan, table) in enumerate(zip(plans, group, strict=True)):
-        owned = plan.entries.owners == rank
-        try:
-            if table not in shared:
-                wanted = zip(names[table], plan.entries.owners.tolist(), strict=True)
-                shared[table] = np.fromiter(map(known.__getitem__, wanted), dtype=np.int64, count=len(plan.entries))
-            mine = shared[table]
-            if first[table] != rank and owned.any():
-                mine = mine.copy()
-                mine[owned] = [known[names[table][row], rank] for row in np.flatnonzero(owned).tolist()]
-        except KeyError as error:
-            lost = error.args[0][0].encode("latin-1").decode("utf-8", "replace")
-            raise StateDictError(f"the global plan lost the entry {lost!r}.") from None
-        rows.append(mine)
+    for plan, table in zip(plans, group, strict=True):
+        if table not in shared:
+            mine = plan.entries.names()
+            try:
+                shared[table] = np.fromiter(map(known.__getitem__, mine), dtype=np.int64, count=len(mine))
+            except KeyError as error:
+                lost = error.args[0].encode("latin-1").decode("utf-8", "replace")
+                raise StateDictError(f"the global plan lost the entry {lost!r}.") from None
+        own = np.flatnonzero(plan.entries.owners >= 0).tolist()
+        if not own:
+            rows.append(shared[table])
+            continue
+        each = shared[table].copy()
+        for row in own:
+            owner = int(plan.entries.owners[row])
+            name = plan.entries.fqns[row].encode("utf-8", "surrogatepass").decode("latin-1")
+            if (name, owner) not in owned:
+                raise StateDictError(f"the global plan lost the entry {plan.entries.fqns[row]!r} of rank {owner}.")
+            each[row] = owned[name, owner]
+        rows.append(each)
     return rows
 
 

@@ -6,12 +6,12 @@ asks for it. Everything is immutable by convention: `take` makes a new table.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final, TypeAlias, TypeVar, cast
 
+import crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -297,18 +297,22 @@ def group_tables(tables: Sequence[EntryTable]) -> tuple[list[int], list[int]]:
 
     Most ranks have the same names on record: what is worked out for one table then holds for all of its group.
     """
-    known: dict[bytes, int] = {}
+    alike: dict[int, list[int]] = {}
+    columns: list[list[npt.NDArray[np.generic]]] = []
     first: list[int] = []
     group: list[int] = []
     for rank, table in enumerate(tables):
-        digest = hashlib.blake2b(digest_size=20)
-        for name, values in table.to_columns().items():
-            if name == "entry.owner":
-                values = np.where(table.owners == rank, np.int64(-2), table.owners)
-            digest.update(len(values).to_bytes(8, "little"))
-            digest.update(np.ascontiguousarray(values).data)
-        found = known.setdefault(digest.digest(), len(first))
+        mine = [
+            *replace(table, owners=np.where(table.owners == rank, np.int64(-2), table.owners)).to_columns().values()
+        ]
+        crc = 0
+        for values in mine:
+            crc = crc32c.crc32c(np.ascontiguousarray(values).data, crc)
+        candidates = alike.setdefault(crc, [])
+        found = next((other for other in candidates if all(map(np.array_equal, mine, columns[other]))), len(first))
         if found == len(first):
+            candidates.append(found)
+            columns.append(mine)
             first.append(rank)
         group.append(found)
     return group, first
