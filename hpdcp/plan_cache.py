@@ -45,26 +45,26 @@ class CachedPlan:
 
 
 class PlanCache:
-    """The plans of the last few saves of one rank, by key."""
+    """The plans of the last few saves of one rank, by key.
+
+    A key may have several: a rank may hold the same, or nothing, in two saves that differ on other ranks.
+    """
 
     def __init__(self, most: int = _MOST_PLANS) -> None:
         self._most = most
-        self._plans: OrderedDict[Hashable, CachedPlan] = OrderedDict()
+        self._plans: OrderedDict[tuple[Hashable, int], CachedPlan] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: Hashable) -> CachedPlan | None:
-        """The plan put under `key`, which counts as used now."""
+    def find(self, key: Hashable) -> list[CachedPlan]:
+        """The plans put under `key`, last used first."""
         with self._lock:
-            found = self._plans.get(key)
-            if found is not None:
-                self._plans.move_to_end(key)
-            return found
+            return [plan for (known, _), plan in reversed(self._plans.items()) if known == key]
 
     def put(self, key: Hashable, plan: CachedPlan) -> None:
-        """Keep `plan`; the one that was not used for the longest time goes when there are too many."""
+        """Keep `plan`, as the last used; where there are too many, the one that was not used for longest goes."""
         with self._lock:
-            self._plans[key] = plan
-            self._plans.move_to_end(key)
+            self._plans[key, plan.plan_id] = plan
+            self._plans.move_to_end((key, plan.plan_id))
             while len(self._plans) > self._most:
                 self._plans.popitem(last=False)
 

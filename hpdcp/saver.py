@@ -66,12 +66,13 @@ class _Save:
         self._context = PlannerContext(exchange.rank, exchange.world_size, exchange.is_coordinator, collective)
         self._check: ReplicaCheck = "off"
         self._key: Hashable | None = None
+        self._found: list[CachedPlan] = []
         self._cached: CachedPlan | None = None
         self._to_cache = False
 
     def plan(self) -> SavePlan:
-        least, most = self._exchange.vote("starting the save", 3, self._look_up)
-        if self._cached is not None and least == most:
+        self._cached = self._agreed_plan()
+        if self._cached is not None:
             decided = self._exchange.announce("starting the save", self._begin_as_cached)
             if decided:
                 log_message(logging.INFO, "Hit final plan and metadata cache.")
@@ -83,8 +84,24 @@ class _Save:
         self._plan_id = int.from_bytes(part_bytes[:_ID_BYTES], "little")
         return SavePlan.from_part(memoryview(part_bytes)[_ID_BYTES:], self._local_plan)
 
+    def _agreed_plan(self) -> CachedPlan | None:
+        """An earlier plan that is right for this save on every rank; None on every rank when there is none."""
+        least, most = self._exchange.vote("starting the save", 3, self._look_up)
+        if not least[0] or least[2] != most[2]:
+            return None
+        agreed = {most[1]}
+        if least[1] != most[1]:
+            # Some rank's part is the same in several saves, and it could not know which of these this one is.
+            ids = (least[1], most[1])
+            known = {plan.plan_id for plan in self._found}
+            everywhere, _ = self._exchange.vote(
+                "starting the save", 2, lambda: [int(number in known) for number in ids]
+            )
+            agreed = {number for number, held in zip(ids, everywhere, strict=True) if held}
+        return next((plan for plan in self._found if plan.plan_id == min(agreed, default=_NEVER_AGAIN)), None)
+
     def _look_up(self) -> tuple[int, int, int]:
-        """This rank's vote: whether it has a plan, which one, and the place it saves to; only equal votes are a hit."""
+        """This rank's vote: whether it has a plan, which one it used last, and the place it saves to."""
         self._check = config.current().check_replicas
         self._writer = self._open_writer()
         self._writer.configure_writer(self._context)
@@ -93,16 +110,17 @@ class _Save:
         if key is None:
             return 0, 0, 0
         self._key = (_class_name(self._writer), _class_name(self._planner), key)
-        cached = PLANS.get(self._key)
-        if cached is None:
+        self._found = PLANS.find(self._key)
+        if not self._found:
             return 0, 0, 0
-        planned = SavePlan.from_bytes(cached.local)
-        local = self._writer.optimize_local_plan(planned)
-        if not local.has_items_of(planned):
+        # Under one key the local plans are all the same.
+        planned = SavePlan.from_bytes(self._found[0].local)
+        self._local_plan = self._writer.optimize_local_plan(planned)
+        if not self._local_plan.has_items_of(planned):
             return 0, 0, 0
-        self._cached, self._local_plan = cached, local
-        place = hashlib.blake2b(json.dumps(dict(local.storage_data), sort_keys=True).encode(), digest_size=8).digest()
-        return 1, cached.plan_id, int.from_bytes(place, "little") >> 1
+        place = json.dumps(dict(self._local_plan.storage_data), sort_keys=True).encode()
+        digest = hashlib.blake2b(place, digest_size=_ID_BYTES).digest()
+        return 1, self._found[0].plan_id, int.from_bytes(digest, "little") >> 1
 
     def _begin_as_cached(self) -> bytes:
         """What the writer tells all ranks of this save; nothing when it would have them write other than planned."""
@@ -150,7 +168,10 @@ class _Save:
 
     def _remember(self, plan: SavePlan) -> None:
         """Keep the plan for the next save, now that this one is known to be published."""
-        if self._key is None or self._cached is not None or not self._to_cache or self._plan_id == _NEVER_AGAIN:
+        if self._key is not None and self._cached is not None:
+            PLANS.put(self._key, self._cached)
+            return
+        if self._key is None or not self._to_cache or self._plan_id == _NEVER_AGAIN:
             return
         local = self._local_plan.with_storage_data({}).without_object_lengths()
         part = plan.with_storage_data({}).without_object_lengths().to_part(self._local_plan)
