@@ -59,6 +59,14 @@ class StandardSavePlanner(SavePlanner):
         self._remove_redundancy = remove_redundancy
         self._save_to_minimum_rank = save_to_minimum_rank
 
+    def options(self) -> dict[str, bool]:
+        """What makes a planner that plans alike."""
+        return {
+            "enable_plan_caching": self._enable_plan_caching,
+            "remove_redundancy": self._remove_redundancy,
+            "save_to_minimum_rank": self._save_to_minimum_rank,
+        }
+
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         self._context = context
         self._leaves = walk(state_dict, rank=context.rank)
@@ -459,8 +467,10 @@ def _tied_names(leaves: Sequence[Leaf]) -> dict[str, str]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where its local memory starts; 0 for what has none, and for classes that do not tell."""
+    """Where its local memory starts; 0 for what has none, and for classes that may not tell."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) is not torch.Tensor and type(local) is not torch.nn.Parameter:
+        return 0
     try:
         return local.data_ptr()
     except RuntimeError:
