@@ -46,8 +46,8 @@ def save_state(
     metadata, whatever the others do.
     """
     save = _Save(state_dict, open_writer, planner, exchange, collective)
-    plan = save.plan()
-    return save.write_and_commit(plan)
+    save.plan()
+    return save.write_and_commit()
 
 
 class _Save:
@@ -70,19 +70,23 @@ class _Save:
         self._cached: CachedPlan | None = None
         self._to_cache = False
 
-    def plan(self) -> SavePlan:
+    def plan(self) -> None:
         self._cached = self._agreed_plan()
         if self._cached is not None:
-            decided = self._exchange.announce("starting the save", self._begin_as_cached)
-            if decided:
+            self._decided = self._exchange.announce("starting the save", self._begin_as_cached)
+            if self._decided:
                 log_message(logging.INFO, "Hit final plan and metadata cache.")
-                part = SavePlan.from_part(self._cached.part, self._local_plan)
-                return part.with_storage_data(json.loads(decided))
+                return
         self._cached = None
         with stage("all_gather_object"):
-            part_bytes = self._exchange.plan("planning the save", self._plan_locally, self._plan_globally)
-        self._plan_id = int.from_bytes(part_bytes[:_ID_BYTES], "little")
-        return SavePlan.from_part(memoryview(part_bytes)[_ID_BYTES:], self._local_plan)
+            self._answer = self._exchange.plan("planning the save", self._plan_locally, self._plan_globally)
+
+    def _own_part(self) -> SavePlan:
+        if self._cached is not None:
+            part = SavePlan.from_part(self._cached.part, self._local_plan)
+            return part.with_storage_data(json.loads(self._decided))
+        self._plan_id = int.from_bytes(self._answer[:_ID_BYTES], "little")
+        return SavePlan.from_part(memoryview(self._answer)[_ID_BYTES:], self._local_plan)
 
     def _agreed_plan(self) -> CachedPlan | None:
         """An earlier plan that is right for this save on every rank; None on every rank when there is none."""
@@ -109,7 +113,7 @@ class _Save:
         key = self._planner.cache_key() if self._context.collective else None
         if key is None:
             return 0, 0, 0
-        self._key = (_class_name(self._writer), _class_name(self._planner), key)
+        self._key = plan_key(self._writer, self._planner, key)
         self._found = PLANS.find(self._key)
         if not self._found:
             return 0, 0, 0
@@ -138,7 +142,8 @@ class _Save:
         with stage("build_local_plan"):
             planned = self._planner.build_local_plan()
             self._local_plan = self._writer.optimize_local_plan(planned)
-        self._to_cache = self._local_plan.has_items_of(planned)
+        # Asked again: a staged state of which only a part is there plans that part, for this once.
+        self._to_cache = self._local_plan.has_items_of(planned) and self._planner.cache_key() is not None
         return self._local_plan.to_bytes()
 
     def _plan_globally(self, parts: list[bytes]) -> list[bytes]:
@@ -151,9 +156,9 @@ class _Save:
         prefix = plan_id.to_bytes(_ID_BYTES, "little")
         return [prefix + plan.to_part(local) for plan, local in zip(final, locals_, strict=True)]
 
-    def write_and_commit(self, plan: SavePlan) -> Metadata:
+    def write_and_commit(self) -> Metadata:
         try:
-            published = self._exchange.conclude("saving", lambda: self._write(plan), self._commit)
+            published = self._exchange.conclude("saving", self._write, self._commit)
         except (PeerLostError, CommitUncertainError):
             # The coordinator may have published before it was lost: what was written may be part of a checkpoint.
             raise
@@ -163,10 +168,10 @@ class _Save:
             except HpdcpError as left:
                 error.add_note(f"What this rank had written could not be removed: {left}")
             raise
-        self._remember(plan)
+        self._remember()
         return Metadata.from_bytes(published, where="the metadata of this save")
 
-    def _remember(self, plan: SavePlan) -> None:
+    def _remember(self) -> None:
         """Keep the plan for the next save, now that this one is known to be published."""
         if self._key is not None and self._cached is not None:
             PLANS.put(self._key, self._cached)
@@ -174,12 +179,13 @@ class _Save:
         if self._key is None or not self._to_cache or self._plan_id == _NEVER_AGAIN:
             return
         local = self._local_plan.with_storage_data({}).without_object_lengths()
-        part = plan.with_storage_data({}).without_object_lengths().to_part(self._local_plan)
+        part = self._part.with_storage_data({}).without_object_lengths().to_part(self._local_plan)
         whole = self._whole.without_object_lengths().to_bytes() if self._context.is_coordinator else None
         PLANS.put(self._key, CachedPlan(self._plan_id, local.to_bytes(), part, whole))
 
-    def _write(self, plan: SavePlan) -> bytes:
-        final = self._planner.finalize_plan(plan)
+    def _write(self) -> bytes:
+        self._part = self._own_part()
+        final = self._planner.finalize_plan(self._part)
         with stage("execute_write"):
             results = self._writer.execute_write(final, self._planner)
         report = self._report_on_replicas(final)
@@ -220,6 +226,11 @@ class _Save:
 def _draw() -> int:
     """A number that nobody else draws: at least 1, below 2**63."""
     return secrets.randbelow((1 << 63) - 1) + 1
+
+
+def plan_key(writer: StorageWriter, planner: SavePlanner, key: Hashable) -> Hashable:
+    """Under which name `PLANS` holds plans that `writer` executes and `planner` has `key` for."""
+    return _class_name(writer), _class_name(planner), key
 
 
 def _class_name(value: object) -> str:

@@ -337,7 +337,8 @@ def held_boxes(local: SavePlan, final: SavePlan) -> SavePlan:
     volumes = local.chunks.volumes()
     itemsize = np.zeros(len(local.entries), dtype=np.int64)
     itemsize[local.chunks.entry] = local.nbytes // np.maximum(volumes, 1)
-    parts = final.split
+    # Names that were tied in the local plan, and are stored after all, have no boxes in it.
+    parts = final.split.take(np.flatnonzero(itemsize[final.split.entry] > 0))
     nbytes = parts.volumes() * itemsize[parts.entry]
     return SavePlan(local.entries, concat_chunks([local.chunks, parts]), np.concatenate([local.nbytes, nbytes]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -269,6 +269,31 @@ def test_a_writer_that_changes_plans_is_given_a_new_one_every_time(
         assert target["b"].tolist() == [1, 1]
     assert "Hit final plan and metadata cache." not in caplog.messages
     assert len(PLANS) == 0
+
+
+def test_a_writer_that_changes_its_mind_on_a_hit_has_everything_planned_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Moody(hpdcp.FileSystemWriter):
+        turns = False
+
+        def optimize_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+            told = super().optimize_global_plan(plans)
+            return [plan.select(np.arange(len(plan))[::-1]) for plan in told] if self.turns else told
+
+    caplog.set_level("INFO", logger="hpdcp")
+    state = {"a": torch.zeros(2), "b": torch.ones(2), "step": 3}
+    hits = []
+    for turns in (False, False, True, False):
+        caplog.clear()
+        writer = Moody(tmp_path)
+        writer.turns = turns
+        hpdcp.save(state, storage_writer=writer)
+        target = {"a": torch.full((2,), 9.0), "b": torch.full((2,), 9.0), "step": 0}
+        hpdcp.load(target, checkpoint_id=tmp_path)
+        assert [target["a"].tolist(), target["b"].tolist(), target["step"]] == [[0, 0], [1, 1], 3]
+        hits.append("Hit final plan and metadata cache." in caplog.messages)
+    assert hits == [False, True, False, True]
 
 
 def test_a_part_travels_as_row_numbers_where_it_is_a_selection() -> None:

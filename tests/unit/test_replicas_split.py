@@ -139,6 +139,27 @@ def test_what_is_written_in_parts_is_compared_in_parts(odd: int | None) -> None:
             check_replicas(whole, storage, reports)
 
 
+def test_a_name_tied_on_one_rank_only_may_be_large_too() -> None:
+    """It is stored after all, in parts; the rank that had it tied compares nothing of it by mistake."""
+    tied = plan(big=(4000,))
+    alias = Entry("tied", '["tied"]', EntryKind.ALIAS, "uint8", (4000,), None, "big")
+    tied = SavePlan.build([tied.entries[0], alias], list(tied.items))
+    local = [plan(big=(4000,), tied=(4000,)), tied]
+    written, metadata = split(local)
+    assert {name for part in written for name in ("big", "tied") if boxes(part, name)} == {"big", "tied"}
+    whole = WholePlan.of(metadata, written, local)
+    storage = join_results(whole, stored(written, {"big": 100, "tied": 100}))
+    reports = []
+    for mine, part in zip(local, written, strict=True):
+        held = held_boxes(mine, part)
+        rows = left_to_others(held, mine, part, "all")
+        assert all(held.item(row).nbytes == np.prod(held.item(row).index.sizes) for row in rows)
+        content = [[100 + held.item(row).index.offsets[0]] for row in rows]
+        reports.append(ReplicaReport.build(rows, content, [held.item(row).nbytes for row in rows]))
+    assert any(len(report.rows) for report in reports)
+    check_replicas(whole, storage, reports)
+
+
 @pytest.mark.parametrize(("check", "expected"), [("off", []), ("small", ["small"]), ("all", ["big", "small"])])
 def test_what_is_compared_is_as_configured(
     check: ReplicaCheck, expected: list[str], monkeypatch: pytest.MonkeyPatch
