@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from hpdcp import utils as utils
     from hpdcp.api import load as load
     from hpdcp.api import save as save
+    from hpdcp.async_persist import AsyncSaveResponse as AsyncSaveResponse
+    from hpdcp.async_persist import async_save as async_save
+    from hpdcp.async_persist import start_async_worker as start_async_worker
+    from hpdcp.async_persist import wait_for_saves as wait_for_saves
+    from hpdcp.data_copier import DataCopier as DataCopier
     from hpdcp.filesystem_storage import FileSystemReader as FileSystemReader
     from hpdcp.filesystem_storage import FileSystemWriter as FileSystemWriter
     from hpdcp.metadata import CHUNK_INFO as CHUNK_INFO
@@ -27,6 +32,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES: Final = {
+    "AsyncSaveResponse": "async_persist",
+    "DataCopier": "data_copier",
+    "async_save": "async_persist",
+    "start_async_worker": "async_persist",
+    "wait_for_saves": "async_persist",
     "CHUNK_INFO": "metadata",
     "ChunkInfo": "metadata",
     "ChunkStorageMetadata": "metadata",
@@ -47,6 +57,11 @@ _MODULES: Final = ("config", "errors", "ragged", "utils")
 """Modules that are public as they are."""
 
 __all__ = [
+    "AsyncSaveResponse",
+    "DataCopier",
+    "async_save",
+    "start_async_worker",
+    "wait_for_saves",
     "CHUNK_INFO",
     "ChunkInfo",
     "ChunkStorageMetadata",

@@ -19,7 +19,7 @@ import crc32c
 
 from hpdcp.backend import Backend
 from hpdcp.collectives import COORDINATOR, FramedExchange
-from hpdcp.errors import CorruptCheckpointError, KeyNotFoundError, PeerLostError, StorageError
+from hpdcp.errors import CheckpointError, CorruptCheckpointError, KeyNotFoundError, PeerLostError, StorageError
 
 FOLDER_PREFIX: Final = ".mailbox-"
 _MARK: Final = b"hpdcpmsg"
@@ -41,7 +41,6 @@ class Mailbox(FramedExchange):
     Args:
         attempt: agreed by all ranks beforehand; messages of other attempts are in other folders and never read.
         deadline: seconds without any new message after which the ranks still missing are given up.
-        check: called between looks; raises to give up, for instance when nobody waits for this save any more.
     """
 
     def __init__(
@@ -52,14 +51,12 @@ class Mailbox(FramedExchange):
         rank: int,
         world_size: int,
         deadline: float,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._backend = backend
         self._folder = mailbox_folder(attempt)
         self._deadline = deadline
-        self._check = check
         self._steps = itertools.count()
         self._step = 0
         self._asked, self._answered = "STATUS", "RESULT"
@@ -112,7 +109,7 @@ class Mailbox(FramedExchange):
                 return
             others = [self._key("DONE", rank, last=True) for rank in range(self.world_size) if rank != self.rank]
             self._await("closing the mailbox", others, deadline=min(self._deadline, 30.0))
-        except (PeerLostError, StorageError):
+        except (PeerLostError, CheckpointError, StorageError):
             pass
         clear_mailbox(self._backend, self._folder)
 
@@ -135,8 +132,9 @@ class Mailbox(FramedExchange):
         last = time.monotonic()
         pauses = _pauses()
         while missing:
-            self._check()
-            there = [info.key for info in self._backend.list_keys(self._folder) if info.key in missing]
+            keys_there = [info.key for info in self._backend.list_keys(self._folder)]
+            self._heed_deaths(step, keys_there)
+            there = [key for key in keys_there if key in missing]
             read = self._read_all(there)
             for key, payload in read.items():
                 found[key] = payload
@@ -152,6 +150,11 @@ class Mailbox(FramedExchange):
             if missing:
                 time.sleep(next(pauses))
         return found
+
+    def _heed_deaths(self, step: str, keys: Sequence[str]) -> None:
+        dead = [key.rpartition("_")[2] for key in keys if key.startswith(_death_key(self._folder, ""))]
+        if dead:
+            raise PeerLostError(f"{step}: the background worker of rank {', '.join(sorted(dead, key=int))} died.")
 
     def _read_all(self, keys: Sequence[str]) -> dict[str, bytes]:
         if not keys:
@@ -175,11 +178,20 @@ class Mailbox(FramedExchange):
         return payload
 
 
+def tell_of_death(backend: Backend, attempt: str, rank: int) -> None:
+    """Let the others know that this rank's worker is no more, so that nobody waits for it."""
+    backend.publish(_death_key(mailbox_folder(attempt), str(rank)), b"")
+
+
+def _death_key(folder: str, rank: str) -> str:
+    return f"{folder}/DEAD_{rank}"
+
+
 def clear_mailbox(backend: Backend, folder: str) -> None:
     """Remove an attempt's messages; what cannot be removed now is left."""
     try:
         backend.delete([info.key for info in backend.list_keys(folder)])
-    except StorageError:
+    except (CheckpointError, StorageError):
         return
 
 

@@ -15,10 +15,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from hpdcp.container import pack_columns, unpack_columns
 from hpdcp.metadata import CHUNK_INFO, ChunkInfo
 from hpdcp.paths import encode_path
 from hpdcp.tree import Leaf
@@ -42,6 +44,18 @@ class CachedPlan:
     """What this rank writes: `SavePlan.to_part` of `local`."""
     whole: bytes | None
     """On the coordinator `WholePlan.to_bytes`: what all ranks write, and its metadata."""
+
+    def to_bytes(self) -> bytes:
+        """For another process."""
+        parts = {"local": self.local, "part": self.part, "whole": self.whole or b""}
+        columns = {name: np.frombuffer(data, dtype=np.uint8) for name, data in parts.items()}
+        return pack_columns(columns, {"plan_id": str(self.plan_id)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> CachedPlan:
+        columns, facts = unpack_columns(data, where="a cached plan")
+        local, part, whole = (columns[name].tobytes() for name in ("local", "part", "whole"))
+        return cls(int(facts["plan_id"]), local, part, whole or None)
 
 
 class PlanCache:
@@ -137,7 +151,7 @@ class _TensorFacts:
         return self._of_dtensor(value) if isinstance(value, DTensor) else None
 
     def _of_plain(self, tensor: torch.Tensor) -> _Facts | None:
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
             return None
         info = getattr(tensor, CHUNK_INFO, None)
         box: _Facts | None = None

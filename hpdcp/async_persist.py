@@ -1,0 +1,527 @@
+"""Saves that go on while training does: stage in the caller, persist in a background worker.
+
+    caller      plan what this rank holds → copy it into shared memory → hand over → return
+    worker      exchange plans with the other ranks' workers → write → commit → answer
+    join thread waits for the answer, sets the future, runs the callback
+
+Neither the worker nor the join thread is a daemon: a script that ends waits for its checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hpdcp import collectives, config
+from hpdcp.arena import Arena
+from hpdcp.async_jobs import Coordination, Job, PlannerSpec, WriterSpec, tell_of_death
+from hpdcp.config import Config
+from hpdcp.errors import HpdcpError, InvalidArgumentError, WaitTimeoutError, WorkerDiedError, rebuild
+from hpdcp.filesystem_storage import SaveIdentity, next_ordinal, open_writer
+from hpdcp.metadata import Metadata
+from hpdcp.plan_cache import PLANS, CachedPlan
+from hpdcp.planner import PlannerContext, SavePlan, SavePlanner
+from hpdcp.replicas import SMALL_REPLICA_BYTES
+from hpdcp.saver import plan_key
+from hpdcp.staging import StagedState, build_staged_state_dict, with_copied_values
+from hpdcp.standard_planner import StandardSavePlanner
+from hpdcp.storage import StorageWriter
+from hpdcp.timing import log_message, timed
+from hpdcp.worker_link import Link, Message
+
+_START_SECONDS: Final = 120.0
+"""For a worker to import torch on a busy machine."""
+_LOOK_SECONDS: Final = 0.2
+
+
+class AsyncSaveResponse:
+    """One save that goes on in the background."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self._checkpoint = checkpoint
+        self._asked = False
+        self._future: Future[Metadata] = _Watched(self)
+
+    @property
+    def persist_completion(self) -> Future[Metadata]:
+        """Done once the checkpoint is published, or has failed."""
+        return self._future
+
+    def get_result(self, timeout: float | None = None) -> Metadata:
+        """What was published, once it is.
+
+        Raises:
+            WaitTimeoutError: not within `timeout` seconds; the save goes on.
+            HpdcpError: what went wrong in the worker, a killed worker included.
+        """
+        try:
+            return self._future.result(timeout)
+        except FutureTimeoutError as error:
+            if self._future.done():
+                raise
+            raise WaitTimeoutError(
+                f"the save to {self._checkpoint} is not done after {timeout} s; it goes on. Wait longer, or look "
+                "at the storage."
+            ) from error
+
+    def done(self) -> bool:
+        """Whether it is published or has failed."""
+        return self._future.done()
+
+
+class _Watched(Future[Metadata]):
+    """Notes that somebody asked how the save went, so that a failure nobody saw can be told apart."""
+
+    def __init__(self, response: AsyncSaveResponse) -> None:
+        super().__init__()
+        self._response = response
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        found = super().exception(timeout)
+        self._response._asked = True
+        return super().result(0) if found is None else _raise(found)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        found = super().exception(timeout)
+        self._response._asked = True
+        return found
+
+
+def _raise(error: BaseException) -> Metadata:
+    raise error
+
+
+class _WorkerProcess:
+    """The background worker, as its trainer sees it."""
+
+    def __init__(self) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self.arena = Arena()
+        self._sent_segments = 0
+        self.plans: set[int] = set()
+        """Ids of the plans it was given or made."""
+        self._link, theirs = Link.pair()
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), "")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "hpdcp._worker", str(theirs.fileno()), self.incarnation],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path, **hidden},
+            )
+        finally:
+            theirs.forget()
+        self._ready = False
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_ready(self) -> None:
+        """Raises WorkerDiedError when it could not start."""
+        if not self._ready:
+            try:
+                self._link.receive()
+            except EOFError:
+                raise self.obituary() from None
+            self._ready = True
+
+    def submit(self, job: Job, settings: Config) -> None:
+        """Hand the job over, with the shared memory it does not have yet."""
+        new = self.arena.segments[self._sent_segments :]
+        facts, payload = job.to_message(settings, [segment.size for segment in new])
+        try:
+            self._link.send("job", facts, payload, [segment.descriptor for segment in new])
+        except OSError:
+            raise self.obituary() from None
+        self._sent_segments += len(new)
+
+    def answer(self) -> Message:
+        """Its answer; EOFError when it died."""
+        return self._link.receive()
+
+    def obituary(self) -> WorkerDiedError:
+        """What is known of its end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        status = self._process.returncode
+        how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
+        return WorkerDiedError(
+            f"the background worker {how} before the save was published; an earlier checkpoint is untouched. Look for "
+            "its output above, or for the system's out-of-memory killer. The next async_save starts a new worker."
+        )
+
+    def stop(self, seconds: float) -> None:
+        """Let it end, and wait; end it the hard way when it does not."""
+        with contextlib.suppress(OSError):
+            self._link.send("stop")
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._link.close()
+        self.arena.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def forget(self) -> None:
+        """In a forked child: it is the parent's worker, not ours."""
+        self._link.forget()
+
+
+class _Trainer:
+    """The one worker of this process, the save it is busy with, and failures that nobody has seen."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._worker: _WorkerProcess | None = None
+        self._flying: tuple[AsyncSaveResponse, threading.Thread] | None = None
+        self._failed: list[AsyncSaveResponse] = []
+
+    def worker(self) -> _WorkerProcess:
+        """A live worker, started where there is none."""
+        with self.lock:
+            if self._worker is not None and not self._worker.alive:
+                self._worker.stop(0)
+                self._worker = None
+            if self._worker is None:
+                self._worker = _WorkerProcess()
+            return self._worker
+
+    def wait_for_turn(self) -> None:
+        """Return when no save is in flight."""
+        if self._flying is None:
+            return
+        response, thread = self._flying
+        began = time.monotonic()
+        busy = not response.done()
+        thread.join()
+        self._flying = None
+        if busy:
+            waited = time.monotonic() - began
+            log_message(logging.INFO, f"async_save waited {waited:.4f} seconds for the save before it to land")
+
+    def take_off(self, response: AsyncSaveResponse, thread: threading.Thread) -> None:
+        """Note the save that is in flight now."""
+        self._flying = (response, thread)
+
+    def landed(self, response: AsyncSaveResponse, error: BaseException) -> None:
+        """Note a failure, until somebody has seen it."""
+        self._failed.append(response)
+
+    def raise_unseen(self) -> None:
+        """Raise the failure of an earlier save that nobody asked about."""
+        unseen = [response for response in self._failed if not response._asked]
+        self._failed = []
+        for response in unseen:
+            error = response._future.exception()
+            assert error is not None
+            raise error
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether nothing is in flight any more, after at most `timeout` seconds."""
+        flying = self._flying
+        if flying is not None:
+            flying[1].join(timeout)
+            return not flying[1].is_alive()
+        return True
+
+    def finish(self) -> None:
+        """At exit, when no join thread is left: tell what nobody has seen, and let the worker end."""
+        for response in self._failed:
+            if not response._asked:
+                error = response._future.exception()
+                log_message(logging.ERROR, f"the save to {response._checkpoint} failed and nobody asked: {error}")
+        if self._worker is not None:
+            self._worker.stop(10.0)
+            self._worker = None
+
+    def forget(self) -> None:
+        """In a forked child, which has neither the worker nor its saves."""
+        if self._worker is not None:
+            self._worker.forget()
+        self.__init__()  # type: ignore[misc]
+
+
+_trainer: Final = _Trainer()
+os.register_at_fork(after_in_child=_trainer.forget)
+atexit.register(_trainer.finish)
+
+
+def start_async_worker() -> None:
+    """Start the background worker now and wait until it is ready, so that the first `async_save` need not."""
+    with _trainer.lock:
+        _trainer.worker().wait_until_ready()
+
+
+def wait_for_saves(timeout: float | None = None) -> bool:
+    """Wait until no save is in flight; False when that takes longer than `timeout` seconds. For SIGTERM handlers."""
+    return _trainer.wait(timeout)
+
+
+@timed("async_save")
+def async_save(
+    state_dict: Mapping[Any, Any],
+    *,
+    checkpoint_id: str | Path | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    use_gloo: bool = False,
+    callback: Callable[[], object] | None = None,
+) -> AsyncSaveResponse:
+    """Copy what this rank holds and return; a background worker saves it while training goes on.
+
+    Every rank of the default process group calls it. The state may be changed the moment it returns. It waits for an
+    earlier save to land first; then the call takes as long as one copy in memory.
+
+    Args:
+        state_dict, checkpoint_id, storage_writer, planner, no_dist: as for `save`. A writer or planner of a class of
+            one's own must be one that another process can import.
+        use_collectives: False: each rank's worker publishes `{rank}.metadata` and waits for nobody.
+        use_gloo: whether workers plan and commit over a gloo group of their own, which they build through
+            MASTER_ADDR and MASTER_PORT; else through messages on the storage itself, without any process group.
+        callback: called once, without arguments, from another thread, after the checkpoint is published.
+
+    Raises:
+        AssertionError: `use_gloo`, and MASTER_ADDR or MASTER_PORT is not set.
+        InvalidArgumentError: no place to save to, or a writer or planner that cannot be sent to the worker.
+        StateDictError: something cannot be stored so that it comes back exactly; names the key.
+        HpdcpError: an earlier save failed and nobody asked about it.
+    """
+    if use_gloo and use_collectives and not no_dist:
+        assert os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"), (
+            "async_save(use_gloo=True) needs MASTER_ADDR and MASTER_PORT in the environment, as torchrun sets them: "
+            "the background workers meet there. Set them, or leave use_gloo out."
+        )
+    with _trainer.lock:
+        _trainer.raise_unseen()
+        _trainer.wait_for_turn()
+        call = _Call(
+            state_dict,
+            open_writer(checkpoint_id, storage_writer),
+            planner or StandardSavePlanner(),
+            collectives.open_ranks(no_dist=no_dist),
+            use_collectives=use_collectives and not no_dist,
+            use_gloo=use_gloo,
+        )
+        return call.run(callback)
+
+
+class _Call:
+    """One call of `async_save`."""
+
+    def __init__(
+        self,
+        state_dict: Mapping[Any, Any],
+        writer: StorageWriter,
+        planner: SavePlanner,
+        ranks: tuple[int, int],
+        *,
+        use_collectives: bool,
+        use_gloo: bool,
+    ) -> None:
+        self._rank, self._world_size = ranks
+        self._coordination = Coordination.from_flags(
+            use_collectives=use_collectives, use_gloo=use_gloo, world_size=self._world_size
+        )
+        self._state_dict = state_dict
+        self._writer = writer
+        self._planner = planner
+        self._place = writer.place or type(writer).__qualname__
+        if use_collectives and not use_gloo and writer.place is None:
+            raise InvalidArgumentError(
+                "async_save exchanges plans through the storage, which needs a checkpoint_id or a writer that has a "
+                f"place; {type(writer).__qualname__} has none. Pass checkpoint_id=, or use_gloo=True."
+            )
+        self._settings = config.current()
+        self._context = PlannerContext(
+            self._rank, self._world_size, self._rank == 0 or not use_collectives, use_collectives
+        )
+
+    def run(self, callback: Callable[[], object] | None) -> AsyncSaveResponse:
+        run = collectives.run_nonce()
+        ordinal = next_ordinal(run, self._place)
+        identity = SaveIdentity(collectives.agree_on_attempt(self._place, ordinal), run, ordinal)
+        writer, planner = WriterSpec.of(self._writer), PlannerSpec.of(self._planner)
+        worker = _trainer.worker()
+        stage = _Stage(None, [], None)
+        failure: Exception | None = None
+        try:
+            stage = self._stage(worker)
+        except Exception as error:  # noqa: BLE001  # raised below
+            # The other ranks' workers wait for this rank's part: theirs is told why there is none, and tells them.
+            failure = error
+        job = Job(
+            identity=identity,
+            rank=self._rank,
+            world_size=self._world_size,
+            coordination=self._coordination,
+            master=(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)),
+            writer=writer,
+            planner=planner,
+            staged=stage.staged,
+            key="" if stage.key is None else hashlib.blake2b(repr(stage.key).encode(), digest_size=16).hexdigest(),
+            cached=[plan for plan in stage.plans if plan.plan_id not in worker.plans],
+            partial=bool(stage.plans),
+            failure="" if failure is None else f"{type(failure).__name__}: {failure}",
+        )
+        worker.plans |= {plan.plan_id for plan in stage.plans}
+        response = AsyncSaveResponse(self._place)
+        flight = _Flight(worker, job, self._settings, response, callback, stage.key)
+        thread = threading.Thread(target=flight.run, name="hpdcp-async-save", daemon=False)
+        thread.start()
+        _trainer.take_off(response, thread)
+        if failure is not None:
+            response._asked = True
+            raise failure
+        return response
+
+    def _stage(self, worker: _WorkerProcess) -> _Stage:
+        self._planner.configure_planner(with_copied_values(self._state_dict), self._context)
+        planner_key = self._planner.cache_key() if self._context.collective else None
+        if planner_key is None:
+            plan = self._planner.build_local_plan()
+            return _Stage(None, [], build_staged_state_dict(self._planner, plan, worker.arena))
+        key = plan_key(self._writer, self._planner, planner_key)
+        plans = PLANS.find(key)
+        plan = self._needed(plans) if plans else self._planner.build_local_plan()
+        return _Stage(key, plans, build_staged_state_dict(self._planner, plan, worker.arena))
+
+    def _needed(self, plans: Sequence[CachedPlan]) -> SavePlan:
+        """Of what this rank holds, what it writes by these plans, and what it is asked to compare with others'."""
+        local = SavePlan.from_bytes(plans[0].local)
+        parts = [SavePlan.from_part(plan.part, SavePlan.from_bytes(plan.local)) for plan in plans]
+        most = {"off": -1, "small": SMALL_REPLICA_BYTES, "all": None}[self._settings.check_replicas]
+        return local.select(rows_needed(local, parts, most))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What came of staging: under which name its plan is cached, the plans there, and the copy."""
+
+    key: Hashable | None
+    plans: Sequence[CachedPlan]
+    staged: StagedState | None
+
+
+def rows_needed(local: SavePlan, parts: Sequence[SavePlan], most: int | None) -> npt.NDArray[np.int64]:
+    """Items of `local` of which `parts` write something, or which are compared since they take at most `most` bytes."""
+    if most is None:
+        return np.arange(len(local), dtype=np.int64)
+    wanted = local.nbytes <= most
+    names = {(index.fqn, index.owner) for part in parts for index in (item.index for item in part.items)}
+    written = [(index.fqn, index.owner) in names for index in (item.index for item in local.items)]
+    return np.flatnonzero(wanted | np.array(written, dtype=np.bool_))
+
+
+class _Flight:
+    """What the join thread does: hand one job to the worker, which may still be starting, and wait for its answer."""
+
+    def __init__(
+        self,
+        worker: _WorkerProcess,
+        job: Job,
+        settings: Config,
+        response: AsyncSaveResponse,
+        callback: Callable[[], object] | None,
+        key: Hashable | None,
+    ) -> None:
+        self._worker = worker
+        self._job = job
+        self._settings = settings
+        self._response = response
+        self._callback = callback
+        self._key = key
+        self._exit_deadline = settings.exit_deadline
+
+    def run(self) -> None:
+        guard = threading.Thread(target=self._bound_the_exit, name="hpdcp-exit", daemon=True)
+        guard.start()
+        try:
+            metadata = self._await()
+        except BaseException as error:  # noqa: BLE001  # for whoever asks
+            _trainer.landed(self._response, error)
+            self._response._future.set_exception(error)
+            return
+        self._response._future.set_result(metadata)
+        if self._callback is not None:
+            try:
+                self._callback()
+            except Exception:  # the checkpoint is whole; what is wrong is the caller's
+                logging.getLogger("hpdcp").exception("the callback of async_save failed; the checkpoint is published")
+
+    def _await(self) -> Metadata:
+        self._worker.wait_until_ready()
+        self._worker.submit(self._job, self._settings)
+        try:
+            message = self._worker.answer()
+        except EOFError:
+            self._tell_the_others()
+            raise self._worker.obituary() from None
+        if message.kind == "failed":
+            raise _error_of(message)
+        length = message.facts["metadata"]
+        if message.payload[length:] and self._key is not None:
+            plan = CachedPlan.from_bytes(message.payload[length:])
+            PLANS.put(self._key, plan)
+            self._worker.plans.add(plan.plan_id)
+        return Metadata.from_bytes(message.payload[:length], where="the metadata of this save")
+
+    def _tell_the_others(self) -> None:
+        try:
+            tell_of_death(self._job)
+        except (HpdcpError, RuntimeError) as error:
+            log_message(logging.WARNING, f"the other ranks could not be told that this rank's worker died: {error}")
+
+    def _bound_the_exit(self) -> None:
+        """A script that ends waits for its checkpoint, but not forever for peers that are gone."""
+        main = threading.main_thread()
+        while main.is_alive():
+            main.join(_LOOK_SECONDS)
+            if self._response.done():
+                return
+        deadline = time.monotonic() + self._exit_deadline
+        while not self._response.done():
+            if time.monotonic() > deadline:
+                log_message(
+                    logging.ERROR,
+                    f"the save to {self._response._checkpoint} did not land within {self._exit_deadline:.0f} s of the "
+                    "script's end; it is given up",
+                )
+                self._worker.kill()
+                return
+            time.sleep(_LOOK_SECONDS)
+
+
+def _error_of(message: Message) -> HpdcpError:
+    """The error a worker reported, of the closest class hpdcp has, with the worker's traceback as a note."""
+    error: HpdcpError = WorkerDiedError(message.facts["message"])
+    for kind in message.facts["kinds"]:
+        found = rebuild(kind, message.facts["message"])
+        if type(found).__name__ == kind:
+            error = found
+            break
+    error.add_note(f"Traceback of the background worker:\n{message.facts['trace']}")
+    return error

@@ -1,0 +1,168 @@
+"""A copy of what one rank saves, in shared memory, taken while the trainer waits; and the planner that reads it back.
+
+The trainer's planner says what there is (`build_local_plan`) and where (`get_tensor`, `get_bytes`); the copy holds
+the items themselves, so a view costs what it shows and no more, and nothing in it knows DTensors, devices or classes.
+The worker's `StagedPlanner` answers for the trainer's planner from that copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpdcp import device
+from hpdcp.arena import Arena, Place, Segment, copy_all, tensor_at
+from hpdcp.container import pack_columns, unpack_columns
+from hpdcp.data_copier import DataCopier
+from hpdcp.errors import InvalidArgumentError
+from hpdcp.geometry import Box, intersect, relative
+from hpdcp.metadata import Metadata, MetadataIndex, PerRank
+from hpdcp.planner import PlannerContext, SavePlan, SavePlanner, WriteItem
+from hpdcp.tables import EntryKind
+from hpdcp.timing import timed
+
+
+@dataclass(frozen=True, slots=True)
+class StagedState:
+    """What was copied: the plan of it, and where each item of that plan lies."""
+
+    plan: SavePlan
+    places: Sequence[Place]
+    """Item by item."""
+
+    def to_bytes(self) -> bytes:
+        """For the worker; the memory itself goes by descriptor."""
+        return pack_columns(
+            {
+                "plan": np.frombuffer(self.plan.to_bytes(), dtype=np.uint8),
+                "segment": np.array([place.segment for place in self.places], dtype=np.int64),
+                "offset": np.array([place.offset for place in self.places], dtype=np.int64),
+                "length": np.array([place.length for place in self.places], dtype=np.int64),
+            },
+            {},
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> StagedState:
+        columns, _ = unpack_columns(data, where="a staged state")
+        rows = zip(*(columns[name].tolist() for name in ("segment", "offset", "length")), strict=True)
+        return cls(SavePlan.from_bytes(columns["plan"].tobytes()), [Place(*row) for row in rows])
+
+
+@timed("build_staged_state_dict")
+def build_staged_state_dict(planner: SavePlanner, plan: SavePlan, arena: Arena) -> StagedState:
+    """Copy every item of `plan` out of the planner's state into `arena`, whose earlier contents are given up.
+
+    Raises:
+        StorageError: there is no shared memory for it.
+    """
+    items = list(plan.items)
+    objects = {row: planner.get_bytes(item) for row, item in enumerate(items) if item.kind is EntryKind.OBJECT}
+    lengths = [len(objects[row]) if row in objects else item.nbytes for row, item in enumerate(items)]
+    places = arena.lay_out(lengths)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for row, item in enumerate(items):
+        if row in objects:
+            arena.memory(places[row])[:] = objects[row]
+            continue
+        source = planner.get_tensor(item).detach()
+        pairs.append((tensor_at(arena.memory(places[row]), source.dtype, item.index.sizes), source))
+    copy_all(pairs)
+    for kind in {source.device for _, source in pairs if not device.is_host(source)}:
+        device.synchronize(kind)
+    return StagedState(plan, places)
+
+
+def with_copied_values(value: Any) -> Any:
+    """The state with every Python value copied as `DataCopier` knows its type; tensors and what holds them as it is.
+
+    Containers without anything to copy are not rebuilt.
+    """
+    kind = type(value)
+    if kind is dict:
+        items = {key: with_copied_values(item) for key, item in value.items()}
+        return items if any(items[key] is not item for key, item in value.items()) else value
+    if kind in (list, tuple):
+        listed = [with_copied_values(item) for item in value]
+        return kind(listed) if any(new is not old for new, old in zip(listed, value, strict=True)) else value
+    if isinstance(value, PerRank):
+        inner = with_copied_values(value.value)
+        return value if inner is value.value else PerRank(inner)
+    if isinstance(value, (torch.Tensor, Mapping, list, tuple)) or callable(getattr(value, "load_state_dict", None)):
+        return value
+    return DataCopier.copy(value)
+
+
+class StagedPlanner(SavePlanner):
+    """Plans and hands out a staged state, on behalf of the planner that the trainer has.
+
+    Args:
+        staged: what was copied.
+        segments: the shared memory it lies in.
+        global_planner: makes the global plan, as the trainer's planner would.
+        key: the trainer's planner's `cache_key`.
+        partial: whether only what earlier plans have this rank write was staged.
+    """
+
+    def __init__(
+        self,
+        staged: StagedState,
+        segments: Sequence[Segment],
+        global_planner: SavePlanner,
+        key: Hashable | None,
+        *,
+        partial: bool,
+    ) -> None:
+        self._partial = partial
+        self._plan = staged.plan
+        self._memory = [segments[place.segment].memory(place) for place in staged.places]
+        self._global_planner = global_planner
+        self._key = key
+        self._row = {item.index: row for row, item in enumerate(self._plan.items)}
+        names = zip(self._plan.entries.fqns, self._plan.entries.owners.tolist(), strict=True)
+        self._entry = {name: row for row, name in enumerate(names)}
+
+    def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
+        self._global_planner.configure_planner({}, context)
+
+    def cache_key(self) -> Hashable | None:
+        return self._key
+
+    def build_local_plan(self) -> SavePlan:
+        if self._partial:
+            # Another rank has no such plan any more. What is left out here, the others hold; but not for next time.
+            self._key = None
+        return self._plan
+
+    def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return self._global_planner.build_global_plan(plans)
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        nbytes = plan.nbytes.copy()
+        for row in np.flatnonzero(nbytes < 0).tolist():
+            nbytes[row] = len(self.get_bytes(plan.item(row)))
+        return plan.with_nbytes(nbytes)
+
+    def get_tensor(self, item: WriteItem) -> torch.Tensor:
+        index = item.index
+        owner = -1 if index.owner is None else index.owner
+        dtype: torch.dtype = getattr(torch, self._plan.entries.dtype(self._entry[index.fqn, owner]))
+        row = self._row.get(index)
+        if row is not None:
+            return tensor_at(self._memory[row], dtype, index.sizes)
+        wanted = Box(index.offsets, index.sizes)
+        for held, row in self._row.items():
+            box = Box(held.offsets, held.sizes)
+            if (held.fqn, held.owner) == (index.fqn, index.owner) and intersect(wanted, box) == wanted:
+                part = tensor_at(self._memory[row], dtype, held.sizes)
+                for axis, (start, size) in enumerate(zip(relative(wanted, box).offsets, wanted.sizes, strict=True)):
+                    part = part.narrow(axis, start, size)
+                return part
+        raise InvalidArgumentError(f"the plan has an item that was not staged: {index}.")
+
+    def get_bytes(self, item: WriteItem) -> bytes:
+        return bytes(self._memory[self._row[MetadataIndex(item.index.fqn, owner=item.index.owner)]])
