@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import queue
 import threading
 from collections import deque
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -59,9 +61,17 @@ class _Unit:
     group: Group
     source: int
     transport: str
+    stored: str = "uint8"
     parts: list[SharedPart] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    """Elements of each part."""
     nbytes: int = 0
     batch: bool = False
+
+    def add(self, part: SharedPart, count: int, nbytes: int) -> None:
+        self.parts.append(part)
+        self.counts.append(count)
+        self.nbytes += nbytes
 
 
 def units_of(parts: Sequence[SharedPart], batch_bytes: int) -> list[_Unit]:
@@ -72,21 +82,21 @@ def units_of(parts: Sequence[SharedPart], batch_bytes: int) -> list[_Unit]:
     the same order, so all of them form the same batches.
     """
     units: list[_Unit] = []
-    batches: dict[tuple[Group, int, str, str], _Unit] = {}
+    batches: dict[tuple[Group, int, str], _Unit] = {}
     unsaid: dict[tuple[Group, int], int] = {}
     for part in parts:
-        info = part.info
-        nbytes = _nbytes(part)
+        info, stored = part.info, part.stored_dtype
+        count = math.prod(part.sizes)
+        nbytes = count * _dtype(stored).itemsize
         if nbytes < batch_bytes:
-            key = (info.group, info.source, info.transport_dtype, part.stored_dtype)
+            key = (info.group, info.source, stored)
             batch = batches.get(key)
             if batch is None or batch.nbytes + nbytes > batch_bytes:
-                batch = batches[key] = _Unit(info.group, info.source, info.transport_dtype, batch=True)
+                batch = batches[key] = _Unit(info.group, info.source, info.transport_dtype, stored, batch=True)
                 units.append(batch)
-            batch.parts.append(part)
-            batch.nbytes += nbytes
+            batch.add(part, count, nbytes)
             continue
-        units.append(_Unit(info.group, info.source, info.transport_dtype, [part], nbytes))
+        units.append(_Unit(info.group, info.source, info.transport_dtype, stored, [part], [count], nbytes))
         said = (info.group, info.source)
         unsaid[said] = unsaid.get(said, 0) + nbytes
         if unsaid[said] >= STATUS_BYTES:
@@ -95,9 +105,9 @@ def units_of(parts: Sequence[SharedPart], batch_bytes: int) -> list[_Unit]:
     return units
 
 
-def _nbytes(part: SharedPart) -> int:
-    dtype: torch.dtype = getattr(torch, part.stored_dtype)
-    return torch.Size(part.sizes).numel() * dtype.itemsize
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 @contextlib.contextmanager
@@ -156,8 +166,10 @@ def read_and_broadcast(
             not raised, since the step that all ranks share says it.
     """
     parts = plan.shared
+    columns = plan.shared_columns
+    mine = columns.boxes.entry[columns.source == me]
     items: dict[MetadataIndex, list[ReadItem]] = {}
-    for item in plan.items:
+    for item in plan.items_at(np.flatnonzero(np.isin(plan.item_columns.boxes.entry, mine))):
         items.setdefault(item.dest_index, []).append(item)
     _Walk(reader, _InTurn(planner), groups, me, items, failure).run(units_of(parts, batch_bytes))
 
@@ -298,16 +310,16 @@ class _InTurn:
         self._planner = planner
         self._turn = threading.Lock()
 
-    def acquire(self, parts: Sequence[SharedPart]) -> list[torch.Tensor]:
-        """The memory of each part."""
+    def acquire(self, items: Sequence[ReadItem]) -> list[torch.Tensor]:
+        """The memory of each item."""
         with self._turn:
-            return [self._planner.acquire_tensor(part.as_item()) for part in parts]
+            return list(map(self._planner.acquire_tensor, items))
 
-    def apply(self, parts: Sequence[SharedPart], targets: Sequence[torch.Tensor]) -> None:
+    def apply(self, items: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> None:
         """Tell the planner that the targets are filled."""
         with self._turn:
-            for part, target in zip(parts, targets, strict=True):
-                self._planner.apply_tensor(part.as_item(), target)
+            for item, target in zip(items, targets, strict=True):
+                self._planner.apply_tensor(item, target)
 
 
 class _Load:
@@ -316,8 +328,9 @@ class _Load:
     def __init__(self, unit: _Unit, planner: _InTurn) -> None:
         self._unit = unit
         self._planner = planner
-        self._buffer: torch.Tensor | None = None
+        self._boxes: list[ReadItem] = []
         self._targets: list[torch.Tensor] = []
+        self._buffer: torch.Tensor | None = None
 
     def allocate(self) -> None:
         """Take the memory that the bytes go to.
@@ -326,7 +339,8 @@ class _Load:
             InvalidArgumentError: the planner gave memory of another shape.
         """
         unit = self._unit
-        targets = self._planner.acquire(unit.parts)
+        self._boxes = [part.as_item() for part in unit.parts]
+        targets = self._planner.acquire(self._boxes)
         for part, target in zip(unit.parts, targets, strict=True):
             if tuple(target.shape) != part.sizes:
                 raise InvalidArgumentError(
@@ -343,7 +357,7 @@ class _Load:
     def wire(self) -> torch.Tensor:
         """What is sent or received, as one flat tensor of the transport dtype."""
         unit = self._unit
-        dtype: torch.dtype = getattr(torch, unit.transport)
+        dtype = _dtype(unit.transport)
         if self._buffer is None and self._targets:
             return self._targets[0].detach().view(-1).view(dtype)
         if self._buffer is None:
@@ -361,7 +375,8 @@ class _Load:
                 begin = tuple(a - b for a, b in zip(item.dest_offsets, part.offsets, strict=True))
                 box = view
                 for axis, (start, size) in enumerate(zip(begin, item.lengths, strict=True)):
-                    box = box.narrow(axis, start, size)
+                    if size != part.sizes[axis]:
+                        box = box.narrow(axis, start, size)
                 memory[item.dest_index, item.dest_offsets, item.lengths] = box
                 wanted.append(item)
         reader.execute_read(LoadPlan.build(wanted), _IntoMemory(memory))
@@ -374,12 +389,12 @@ class _Load:
                 target.dtype == view.dtype and device.is_host(target)
                 for target, view in zip(self._targets, views, strict=True)
             ]
-            if self._unit.batch and all(alike) and self._unit.parts[0].stored_dtype == self._unit.transport:
+            if self._unit.batch and all(alike) and self._unit.stored == self._unit.transport:
                 torch._foreach_copy_([target.detach() for target in self._targets], views)
             else:
                 for target, view in zip(self._targets, views, strict=True):
                     device.copy_into(target, view)
-        self._planner.apply(self._unit.parts, self._targets)
+        self._planner.apply(self._boxes, self._targets)
 
     def say(self, trouble: bool) -> None:
         """Let the batch tell its receivers whether its bytes are good."""
@@ -395,13 +410,9 @@ class _Load:
         """Each part's place in the buffer, or the target itself, in the stored dtype."""
         if self._buffer is None:
             return [target.detach() for target in self._targets]
-        views, start = [], 0
-        for part in self._unit.parts:
-            dtype: torch.dtype = getattr(torch, part.stored_dtype)
-            end = start + _nbytes(part)
-            views.append(self._buffer[start:end].view(dtype).view(part.sizes))
-            start = end
-        return views
+        unit = self._unit
+        flat = self._buffer[: unit.nbytes].view(_dtype(unit.stored)).split_with_sizes(unit.counts)
+        return [piece.view(part.sizes) for piece, part in zip(flat, unit.parts, strict=True)]
 
 
 def _can_receive(target: torch.Tensor, part: SharedPart) -> bool:
@@ -409,7 +420,7 @@ def _can_receive(target: torch.Tensor, part: SharedPart) -> bool:
     return (
         device.is_host(target)
         and target.is_contiguous()
-        and target.dtype == getattr(torch, part.stored_dtype)
+        and target.dtype == _dtype(part.stored_dtype)
         and not (target.is_conj() or target.is_neg())
     )
 

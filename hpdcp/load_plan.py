@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -201,50 +201,76 @@ class LoadPlan:
             ),
         )
         plan.items = tuple(items)
+        plan.indexes = list(kinds)
         return plan
 
     @cached_property
     def indexes(self) -> list[MetadataIndex]:
         """The destination chunk of each row of the targets."""
         columns, names = self.target_columns, list(self.names)
-        entries, owners = columns.boxes.entry.tolist(), columns.owners.tolist()
+        rows = zip(columns.boxes.entry.tolist(), _boxes(columns.boxes), columns.owners.tolist(), strict=True)
         return [
-            MetadataIndex(names[entry], *columns.boxes.box(row), None if owner < 0 else owner)
-            for row, (entry, owner) in enumerate(zip(entries, owners, strict=True))
+            MetadataIndex(names[entry], offsets, sizes, None if owner < 0 else owner)
+            for entry, (offsets, sizes), owner in rows
         ]
 
     @cached_property
     def items(self) -> tuple[ReadItem, ...]:
         """What to read, in order."""
+        return tuple(self.items_at(np.arange(len(self))))
+
+    def items_at(self, rows: npt.NDArray[np.integer]) -> list[ReadItem]:
+        """The items of these rows."""
+        built = self.__dict__.get("items")
+        if built is not None:
+            return [built[row] for row in rows.tolist()]
         columns, indexes = self.item_columns, self.indexes
-        begins = ChunkTable(columns.boxes.entry, columns.boxes.ends, columns.storage_offsets, columns.boxes.sizes)
+        boxes = columns.boxes
+        begins = ChunkTable(boxes.entry, boxes.ends, columns.storage_offsets, boxes.sizes)
         kinds = [EntryKind(kind) for kind in self.target_columns.kinds.tolist()]
-        rows = zip(columns.boxes.entry.tolist(), columns.storage_row.tolist(), columns.source.tolist(), strict=True)
-        found = []
-        for number, (target, storage_row, source) in enumerate(rows):
-            offsets, lengths = columns.boxes.box(number)
-            where = None if source < 0 else source
-            found.append(
-                ReadItem(indexes[target], storage_row, offsets, begins.box(number)[0], lengths, kinds[target], where)
+        picked = zip(
+            boxes.entry[rows].tolist(),
+            columns.storage_row[rows].tolist(),
+            columns.source[rows].tolist(),
+            _boxes(boxes.take(rows)),
+            _boxes(begins.take(rows)),
+            strict=True,
+        )
+        return [
+            ReadItem(
+                indexes[target],
+                storage_row,
+                offsets,
+                storage_offsets,
+                lengths,
+                kinds[target],
+                None if source < 0 else source,
             )
-        return tuple(found)
+            for target, storage_row, source, (offsets, lengths), (storage_offsets, _) in picked
+        ]
 
     @cached_property
     def shared(self) -> tuple[SharedPart, ...]:
         """Parts that one rank reads for several, in the order in which all walk them."""
         columns, indexes, groups = self.shared_columns, self.indexes, self.shared_columns.groups
         names = list(columns.dtype_names)
+        infos: dict[tuple[int, int, int, int], BroadcastInfo] = {}
         found = []
-        for row in range(len(columns.boxes)):
-            offsets, sizes = columns.boxes.box(row)
-            info = BroadcastInfo(
-                groups[int(columns.group[row])],
-                int(columns.source[row]),
-                names[int(columns.transport_dtype[row])],
-                bool(columns.direct[row]),
-            )
-            stored = names[int(columns.stored_dtype[row])]
-            found.append(SharedPart(indexes[int(columns.boxes.entry[row])], offsets, sizes, stored, info))
+        for target, (offsets, sizes), stored, *how in zip(
+            columns.boxes.entry.tolist(),
+            _boxes(columns.boxes),
+            columns.stored_dtype.tolist(),
+            columns.group.tolist(),
+            columns.source.tolist(),
+            columns.transport_dtype.tolist(),
+            columns.direct.tolist(),
+            strict=True,
+        ):
+            group, source, transport, direct = key = (how[0], how[1], how[2], how[3])
+            info = infos.get(key)
+            if info is None:
+                info = infos[key] = BroadcastInfo(groups[group], source, names[transport], bool(direct))
+            found.append(SharedPart(indexes[target], offsets, sizes, names[stored], info))
         return tuple(found)
 
     def __len__(self) -> int:
@@ -252,13 +278,19 @@ class LoadPlan:
 
     def with_storage_data(self, storage_data: Mapping[str, str]) -> LoadPlan:
         """The same plan, carrying `storage_data`."""
-        return LoadPlan(
-            self.names, self.dtype_names, self.target_columns, self.item_columns, self.shared_columns, storage_data
-        )
+        return self._with(self.shared_columns, storage_data)
 
     def with_shared(self, shared: SharedColumns) -> LoadPlan:
         """The same plan, of which `shared` is read by one rank for several."""
-        return LoadPlan(self.names, self.dtype_names, self.target_columns, self.item_columns, shared, self.storage_data)
+        return self._with(shared, self.storage_data)
+
+    def _with(self, shared: SharedColumns, storage_data: Mapping[str, str]) -> LoadPlan:
+        plan = LoadPlan(self.names, self.dtype_names, self.target_columns, self.item_columns, shared, storage_data)
+        if "items" in self.__dict__:
+            plan.items = self.items
+        if "indexes" in self.__dict__:
+            plan.indexes = self.indexes
+        return plan
 
     def to_bytes(self) -> bytes:
         """For the exchange between ranks: columns, no pickle."""
@@ -303,6 +335,13 @@ class LoadPlan:
         )
 
 
+def _boxes(table: ChunkTable) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of every row."""
+    offsets, sizes = table.offsets.tolist(), table.sizes.tolist()
+    bounds = itertools.pairwise([0, *table.ends.tolist()])
+    return [(tuple(offsets[a:b]), tuple(sizes[a:b])) for a, b in bounds]
+
+
 def decision_bytes(plan: LoadPlan, local: LoadPlan) -> bytes:
     """A rank's part of the global plan; what the rank has in its local plan already is not sent back to it."""
     if plan.item_columns is local.item_columns and plan.target_columns is local.target_columns:
@@ -324,13 +363,11 @@ def cut_items(
     """What `items`, all of one destination chunk, contribute to the part of it at `offsets`, read by `source`."""
     found = []
     for item in items:
-        low = [max(a, b) for a, b in zip(item.dest_offsets, offsets, strict=True)]
+        low = tuple(map(max, item.dest_offsets, offsets))
         ends = zip(item.dest_offsets, item.lengths, offsets, sizes, strict=True)
-        high = [min(a + an, b + bn) for a, an, b, bn in ends]
-        if all(start < stop for start, stop in zip(low, high, strict=True)):
-            moved = [s + at - a for s, at, a in zip(item.storage_offsets, low, item.dest_offsets, strict=True)]
-            lengths = tuple(stop - start for start, stop in zip(low, high, strict=True))
-            found.append(
-                replace(item, dest_offsets=tuple(low), storage_offsets=tuple(moved), lengths=lengths, source=source)
-            )
+        lengths = tuple(min(a + an, b + bn) - at for (a, an, b, bn), at in zip(ends, low, strict=True))
+        if all(length > 0 for length in lengths):
+            begins = zip(item.storage_offsets, low, item.dest_offsets, strict=True)
+            moved = tuple(s + at - a for s, at, a in begins)
+            found.append(ReadItem(item.dest_index, item.storage_row, low, moved, lengths, item.kind, source))
     return found

@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, Final
 
+import numpy as np
 import torch.distributed as dist
 
 from hpdcp import config
@@ -187,6 +188,15 @@ class _Load:
                     batch_bytes=self._sharing.batch_bytes,
                     failure=failure,
                 )
-                filled = {part.index for part in plan.shared}
-                final = LoadPlan.build([item for item in final.items if item.dest_index not in filled])
+                final = _without(final, plan)
             self._reader.execute_read(final, self._planner)
+
+
+def _without(final: LoadPlan, shared: LoadPlan) -> LoadPlan:
+    """What is still to be read of `final` once all that is shared according to `shared` is there."""
+    filled = shared.shared_columns.boxes.entry
+    if final.item_columns is shared.item_columns:
+        rest = ~np.isin(shared.item_columns.boxes.entry, filled)
+        return LoadPlan.build(final.items_at(np.flatnonzero(rest)))
+    indexes = {shared.indexes[row] for row in set(filled.tolist())}
+    return LoadPlan.build([item for item in final.items if item.dest_index not in indexes])
