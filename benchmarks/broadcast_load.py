@@ -60,7 +60,7 @@ def build(question: str, mesh: Any) -> dict[str, Any]:
         return {f"layer{n:03d}.weight": placed((128, 128), Replicate(), float(n)) for n in range(512)}
     mib = 1024 * 256
     if question == "remote":
-        return {f"w{n}": placed((64, 2 * mib), Replicate(), float(n)) for n in range(2)}
+        return {f"w{n}": placed((256, 2 * mib), Replicate(), float(n)) for n in range(2)}
     state = {f"w{n}": placed((32, mib), Replicate(), float(n)) for n in range(16)}
     rows = 512 // mesh.size()
     state["sharded"] = placed((rows, mib), Shard(0), 7.0)
