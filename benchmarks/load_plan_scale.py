@@ -148,8 +148,8 @@ def rank(kind: str, stored_by: int, items: int) -> dict[str, float]:
     import torch
 
     import hpdcp
-    from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata
-    from hpdcp.geometry import Box, BoxIndex
+    from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, stored
+    from hpdcp.geometry import Box
     from hpdcp.planner import PlannerContext
 
     rows = 2 if kind == "wide" else 16
@@ -162,15 +162,14 @@ def rank(kind: str, stored_by: int, items: int) -> dict[str, float]:
         setattr(part, CHUNK_INFO, info)
         state.setdefault("model", {}).setdefault("layers", {})[f"{number:06d}"] = {"weight": part}
     tested = 0
-    tested_by = BoxIndex._tested
+    intersect = stored.intersect
 
-    def counted(self: BoxIndex, box: Box) -> Any:
+    def counted(want: Box, have: Box) -> Box | None:
         nonlocal tested
-        found = tested_by(self, box)
-        tested += len(found)
-        return found
+        tested += 1
+        return intersect(want, have)
 
-    BoxIndex._tested = counted  # type: ignore[method-assign]
+    stored.intersect = counted
     planner = hpdcp.StandardLoadPlanner()
     clock = Clock()
     context = PlannerContext(0, stored_by // 2, True, True, False)

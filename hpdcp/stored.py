@@ -6,13 +6,14 @@ import bisect
 import difflib
 import itertools
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from hpdcp.geometry import Box, BoxIndex, intersect
 from hpdcp.metadata import Metadata
 from hpdcp.paths import Path, decode_path
+from hpdcp.tables import I64
 
 _MOST_HINTED: Final = 20
 """Names that near ones are looked up for: each costs milliseconds, and thousands may be missing."""
@@ -24,7 +25,7 @@ class Stored:
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
-        self._indexes: dict[int, tuple[BoxIndex, dict[Box, int], np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
+        self._boxes_of: dict[int, _StoredBoxes] = {}
         self._names: list[str] | None = None
         self._hinted = 0
 
@@ -41,36 +42,26 @@ class Stored:
             if part is not None:
                 yield rows[0], have, part
             return
-        index, exact, offsets, sizes = self._index(self._metadata.resolve(row), rows)
-        if want in exact:
-            yield exact[want], want, want
-            return
+        boxes = self._boxes(self._metadata.resolve(row), rows)
         seen: set[Box] = set()
-        for found in index.overlapping(want).tolist():
-            have = Box(tuple(offsets[found].tolist()), tuple(sizes[found].tolist()))
+        for number in boxes.meeting(want).tolist():
+            have = boxes.box(number)
             part = intersect(want, have)
             if part is None or have in seen:
                 continue
             seen.add(have)
-            yield exact[have], have, part
+            yield rows[number], have, part
 
-    def _index(
-        self, row: int, rows: range
-    ) -> tuple[BoxIndex, dict[Box, int], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        if row not in self._indexes:
+    def _boxes(self, row: int, rows: range) -> _StoredBoxes:
+        if row not in self._boxes_of:
             chunks = self._metadata.chunks
             ndim = len(self._metadata.entries.shape(row))
-            first, last = (
-                (int(chunks.ends[rows[0] - 1]) if len(rows) and rows[0] else 0),
-                (int(chunks.ends[rows[-1]]) if len(rows) else 0),
+            first = int(chunks.ends[rows[0] - 1]) if len(rows) and rows[0] else 0
+            last = int(chunks.ends[rows[-1]]) if len(rows) else 0
+            self._boxes_of[row] = _StoredBoxes(
+                chunks.offsets[first:last].reshape(len(rows), ndim), chunks.sizes[first:last].reshape(len(rows), ndim)
             )
-            offsets = chunks.offsets[first:last].reshape(len(rows), ndim)
-            sizes = chunks.sizes[first:last].reshape(len(rows), ndim)
-            exact: dict[Box, int] = {}
-            for number, (a, b) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
-                exact.setdefault(Box(tuple(a), tuple(b)), rows[number])
-            self._indexes[row] = (BoxIndex(offsets, sizes), exact, offsets, sizes)
-        return self._indexes[row]
+        return self._boxes_of[row]
 
     def below(self, fqn: str) -> list[str]:
         """A few stored names inside `fqn`."""
@@ -118,3 +109,41 @@ class Stored:
             # Sorted: UTF-8 and Python order strings alike.
             self._names = list(self._metadata.state_dict_metadata)
         return self._names
+
+
+class _StoredBoxes:
+    """The stored boxes of one tensor, sorted by offsets, as metadata has them.
+
+    A rank asks for one box or a few of each tensor. Where the boxes follow one another along one dimension, as they
+    mostly do, two binary searches find what meets it; building an index of thousands of boxes would cost far more.
+    """
+
+    def __init__(self, offsets: I64, sizes: I64) -> None:
+        self._offsets = offsets
+        self._sizes = sizes
+        self._index: BoxIndex | None = None
+        self._axis: int | None = None
+        differ = np.flatnonzero((offsets != offsets[:1]).any(axis=0))
+        if len(differ) == 1:
+            self._ends = offsets[:, differ[0]] + sizes[:, differ[0]]
+            if bool((self._ends[1:] >= self._ends[:-1]).all()):
+                self._axis = int(differ[0])
+
+    def box(self, number: int) -> Box:
+        return Box(tuple(self._offsets[number].tolist()), tuple(self._sizes[number].tolist()))
+
+    def meeting(self, want: Box) -> I64:
+        """Numbers of the boxes that meet `want`, ascending; of one that equals it that one alone."""
+        near = self._near(want)
+        offsets, sizes = self._offsets[near], self._sizes[near]
+        equal = np.flatnonzero(((offsets == want.offsets) & (sizes == want.sizes)).all(axis=1))
+        return near[equal[:1]] if len(equal) else near
+
+    def _near(self, want: Box) -> I64:
+        if self._axis is None:
+            if self._index is None:
+                self._index = BoxIndex(self._offsets, self._sizes)
+            return self._index.overlapping(want)
+        first = np.searchsorted(self._ends, want.offsets[self._axis], side="right")
+        stop = np.searchsorted(self._offsets[:, self._axis], want.stops[self._axis], side="left")
+        return np.arange(first, stop)
