@@ -38,7 +38,7 @@ class Stored:
         rows = self._metadata.chunk_rows(row)
         if len(rows) == 1:
             have = Box(*self._metadata.chunks.box(rows[0]))
-            part = intersect(want, have)
+            part = want if have == want else intersect(want, have)
             if part is not None:
                 yield rows[0], have, part
             return
