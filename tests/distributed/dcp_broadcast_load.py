@@ -372,9 +372,9 @@ def test_boxes_that_overlap_on_storage_fill_what_is_shared(
     ranks: Job, folder: Path, traffic: Traffic, batch_bytes: int
 ) -> None:
     full = torch.arange(48.0).reshape(12, 4)
-    stop = (4, 8, 12, 12)[ranks.rank]
-    mine = full[:stop].clone()
-    setattr(mine, CHUNK_INFO, ChunkInfo(ChunkStorageMetadata((0, 0), (stop, 4)), (12, 4)))
+    start, stop = ((0, 6), (0, 8), (8, 12), (6, 12))[ranks.rank]
+    mine = full[start:stop].clone()
+    setattr(mine, CHUNK_INFO, ChunkInfo(ChunkStorageMetadata((start, 0), (stop - start, 4)), (12, 4)))
     hpdcp.save({"w": mine}, checkpoint_id=folder)
     target = torch.full((12, 4), ranks.sentinel())
     hpdcp.load({"w": target}, checkpoint_id=folder, broadcast_batch_bytes=batch_bytes)
