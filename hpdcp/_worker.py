@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -28,13 +29,15 @@ from hpdcp import config, timing
 from hpdcp.arena import Segment
 from hpdcp.async_jobs import DEAD, Coordination, Job, open_store, workers_key
 from hpdcp.collectives import Alone, Exchange, ProcessGroupExchange
+from hpdcp.commit import METADATA, read_or_none
 from hpdcp.errors import HpdcpError, PeerLostError, StateDictError
 from hpdcp.mailbox import Mailbox
 from hpdcp.metadata import Metadata
 from hpdcp.plan_cache import PLANS
-from hpdcp.planner import PlannerContext
+from hpdcp.planner import PlannerContext, SavePlan, SavePlanner
 from hpdcp.saver import plan_key, save_state
-from hpdcp.staging import StagedPlanner
+from hpdcp.staging import StagedPlanner, StagedState
+from hpdcp.standard_planner import StandardSavePlanner
 from hpdcp.storage import StorageWriter
 from hpdcp.worker_link import Link, Message
 
@@ -52,6 +55,7 @@ class Worker:
         self._group = WorkerGroup(incarnation)
         self._segments: list[Segment] = []
         self._jobs: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._replanned = False
 
     def run(self) -> None:
         """Until the trainer says that there is nothing more."""
@@ -74,46 +78,94 @@ class Worker:
             self._jobs.put(message)
 
     def _answer(self, message: Message) -> None:
+        self._replanned = False
         try:
             with config.using(**message.facts["config"]):
-                self._segments += [
-                    Segment(descriptor, size, writable=False)
-                    for descriptor, size in zip(message.descriptors, message.facts["segments"], strict=True)
-                ]
+                self._take_segments(message)
                 job = Job.from_message(message)
                 timing.set_rank(job.rank)
                 metadata, plan = self._save(job)
             published = metadata.to_bytes()
-            self._link.send("saved", {"metadata": len(published)}, published + plan)
+            sizes = {"metadata": len(published), "replanned": self._replanned}
+            self._link.send("saved", sizes, published + plan)
         except Exception as error:  # noqa: BLE001  # whatever it is, the trainer must hear of it
             kinds = [kind.__name__ for kind in type(error).__mro__]
             text = str(error) if isinstance(error, HpdcpError) else f"{type(error).__name__}: {error}"
             trace = "".join(traceback.format_exception(error))
-            self._link.send("failed", {"kinds": kinds, "message": text, "trace": trace})
+            facts = {"kinds": kinds, "message": text, "trace": trace, "replanned": self._replanned}
+            self._link.send("failed", facts)
 
     def _save(self, job: Job) -> tuple[Metadata, bytes]:
         """What was published, and the plan of it where the trainer does not have that yet."""
-        planner = _planner_of(job, self._segments)
+        planner = self._planner_of(job)
         writer = job.writer.open(job.identity)
         key = plan_key(writer, planner, job.key)
+        PLANS.retain(key, job.known)
         for plan in job.cached:
             PLANS.put(key, plan)
         known = {plan.plan_id for plan in PLANS.find(key)}
-        with self._exchange(job, writer) as exchange:
-            metadata = save_state(
-                {},
-                open_writer=lambda: writer,
-                planner=planner,
-                exchange=exchange,
-                collective=job.coordination is not Coordination.NONE,
-            )
+        try:
+            with self._exchange(job, writer) as exchange:
+                metadata = save_state(
+                    {},
+                    open_writer=lambda: writer,
+                    planner=planner,
+                    exchange=exchange,
+                    collective=job.coordination is not Coordination.NONE,
+                )
+        except PeerLostError:
+            published = _published(job, writer)
+            if published is None:
+                raise
+            metadata = published
+        finally:
+            self._replanned = isinstance(planner, StagedPlanner) and planner.replanned
         new = [plan for plan in PLANS.find(key) if plan.plan_id not in known]
         return metadata, new[0].to_bytes() if new else b""
+
+    def _take_segments(self, message: Message) -> None:
+        self._segments += [
+            Segment(descriptor, size, writable=False)
+            for descriptor, size in zip(message.descriptors, message.facts["segments"], strict=True)
+        ]
+
+    def _planner_of(self, job: Job) -> SavePlanner:
+        if job.plan is None:
+            return _FailedPlanner(job.failure)
+        planner = StagedPlanner(
+            job.plan,
+            job.planner.open(),
+            job.key or None,
+            rest=job.rest,
+            fetch=self._fetch if job.staged is None else None,
+            wave_bytes=job.wave_bytes,
+            released=self._release if job.staged is None else lambda: None,
+        )
+        if job.staged is not None:
+            planner.hold(job.staged, self._segments)
+        return planner
+
+    def _fetch(self, plan: SavePlan) -> tuple[StagedState, Sequence[Segment]]:
+        """Have the trainer stage these items, while it waits in its call of `async_save`."""
+        self._link.send("fetch", payload=plan.to_bytes())
+        message = self._jobs.get()
+        if message is None or message.kind != "have":
+            raise StateDictError("the trainer could not stage the rest of its state: " + _reason(message))
+        self._take_segments(message)
+        return StagedState.from_bytes(message.payload), self._segments
+
+    def _release(self) -> None:
+        self._link.send("released")
 
     @contextlib.contextmanager
     def _exchange(self, job: Job, writer: StorageWriter) -> Iterator[Exchange]:
         if job.coordination is Coordination.GLOO:
-            yield self._group.exchange(job)
+            try:
+                yield self._group.exchange(job)
+            except PeerLostError:
+                # The others wait for this rank until its connections close.
+                self._group.abandon()
+                raise
         elif job.coordination is Coordination.STORAGE:
             place = writer.open_place()
             place.prepare()
@@ -132,20 +184,28 @@ class Worker:
             yield Alone(job.rank, job.world_size)
 
 
-class _FailedPlanner(StagedPlanner):
+class _FailedPlanner(StandardSavePlanner):
     """Stands for a state that could not be staged: all ranks must hear why."""
 
     def __init__(self, failure: str) -> None:
+        super().__init__()
         self._failure = failure
 
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         raise StateDictError(self._failure)
 
 
-def _planner_of(job: Job, segments: Sequence[Segment]) -> StagedPlanner:
-    if job.staged is None:
-        return _FailedPlanner(job.failure)
-    return StagedPlanner(job.staged, segments, job.planner.open(), job.key or None, partial=job.partial)
+def _published(job: Job, writer: StorageWriter) -> Metadata | None:
+    """What the coordinator published of this very save, where only its last word has not come through."""
+    if writer.place is None or job.coordination is Coordination.NONE:
+        return None
+    data = read_or_none(writer.open_place(), METADATA)
+    found = None if data is None else Metadata.from_bytes(data, where=f"{writer.place}/{METADATA}")
+    return found if found is not None and found.settings.get("attempt") == job.identity.attempt else None
+
+
+def _reason(message: Message | None) -> str:
+    return "it has ended" if message is None else str(message.facts.get("reason", ""))
 
 
 class WorkerGroup:
@@ -206,11 +266,16 @@ class WorkerGroup:
     def _store(self, job: Job, deadline: timedelta) -> TCPStore:
         return open_store(job.master, deadline)
 
+    def abandon(self) -> None:
+        """Leave a group in which messages may still be under way; the next is another one, for all workers."""
+        self.leave()
+        self._incarnation = uuid.uuid4().hex
+
     def leave(self) -> None:
-        """Give up the group."""
+        """Give up the group; whoever waits for this rank in it is told by the end of its connections."""
         if self._digest:
-            dist.destroy_process_group()
             self._digest = ""
+            dist.destroy_process_group()
 
 
 def _end_with_parent(parent: int) -> None:

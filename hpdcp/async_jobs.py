@@ -20,7 +20,7 @@ from hpdcp.container import pack_columns, unpack_columns
 from hpdcp.errors import InvalidArgumentError
 from hpdcp.filesystem_storage import FileSystemWriter, SaveIdentity
 from hpdcp.plan_cache import CachedPlan
-from hpdcp.planner import SavePlanner
+from hpdcp.planner import SavePlan, SavePlanner
 from hpdcp.staging import StagedState
 from hpdcp.standard_planner import StandardSavePlanner
 from hpdcp.storage import StorageWriter
@@ -118,21 +118,31 @@ class Job:
     """MASTER_ADDR and MASTER_PORT; ("", 0) where no group is built."""
     writer: WriterSpec
     planner: PlannerSpec
-    staged: StagedState | None
-    """None when staging failed: then `failure` says why, and the other ranks must hear of it."""
+    plan: SavePlan | None
+    """What this rank holds, or of it what it needs; None when staging failed: then `failure` says why, and the other
+    ranks must hear of it."""
+    staged: StagedState | None = None
+    """Where all of that lies; None where the worker asks for it in waves."""
+    wave_bytes: int = 0
+    """Most that a wave may take."""
     key: str = ""
     """Stands for the planner's cache key; empty for a plan that is not cached."""
     cached: Sequence[CachedPlan] = ()
     """Plans that the trainer has under that key and the worker may not have."""
-    partial: bool = False
-    """Whether only what the trainer's plans have this rank write was staged."""
+    known: Sequence[int] = ()
+    """Ids of all that the trainer has under that key."""
+    rest: SavePlan | None = None
+    """What this rank holds beside `plan`, of the same names, where the trainer's plans have other ranks write it; None
+    where `plan` is all."""
     failure: str = ""
 
-    def to_message(self, settings: Config, segment_sizes: Sequence[int]) -> tuple[dict[str, Any], bytes]:
-        """The facts and the payload of the message that carries it; new segments go by descriptor beside it."""
+    def to_message(self, settings: Config) -> tuple[dict[str, Any], bytes]:
+        """The facts and the payload of the message that carries it."""
         parts = {
             "writer": self.writer.pickled,
             "planner": self.planner.pickled,
+            "plan": b"" if self.plan is None else self.plan.to_bytes(),
+            "rest": b"" if self.plan is None or self.rest is None else self.rest.to_part(self.plan),
             "staged": b"" if self.staged is None else self.staged.to_bytes(),
         }
         plans = [plan.to_bytes() for plan in self.cached]
@@ -147,9 +157,9 @@ class Job:
             "planner": self.planner.options,
             "key": self.key,
             "failure": self.failure,
-            "partial": self.partial,
+            "known": list(self.known),
+            "wave_bytes": self.wave_bytes,
             "config": dataclasses.asdict(settings),
-            "segments": list(segment_sizes),
         }
         payload = pack_columns({name: np.frombuffer(data, dtype=np.uint8) for name, data in parts.items()}, {})
         return facts, payload
@@ -159,6 +169,7 @@ class Job:
         facts = message.facts
         columns, _ = unpack_columns(message.payload, where="a job")
         parts = {name: column.tobytes() for name, column in columns.items()}
+        plan = SavePlan.from_bytes(parts["plan"]) if parts["plan"] else None
         return cls(
             identity=SaveIdentity(*facts["identity"]),
             rank=facts["rank"],
@@ -167,10 +178,13 @@ class Job:
             master=(facts["master"][0], facts["master"][1]),
             writer=WriterSpec(facts["writer"], parts["writer"]),
             planner=PlannerSpec(facts["planner"], parts["planner"]),
+            plan=plan,
             staged=StagedState.from_bytes(parts["staged"]) if parts["staged"] else None,
+            wave_bytes=facts["wave_bytes"],
             key=facts["key"],
             cached=[CachedPlan.from_bytes(data) for name, data in parts.items() if name.startswith("cached.")],
-            partial=facts["partial"],
+            known=facts["known"],
+            rest=SavePlan.from_part(parts["rest"], plan) if plan is not None and parts["rest"] else None,
             failure=facts["failure"],
         )
 

@@ -58,6 +58,8 @@ class AsyncSaveResponse:
         self._checkpoint = checkpoint
         self._asked = False
         self._future: Future[Metadata] = _Watched(self)
+        # It cannot be cancelled: other ranks count on this one's part.
+        self._future.set_running_or_notify_cancel()
 
     @property
     def persist_completion(self) -> Future[Metadata]:
@@ -145,11 +147,24 @@ class _WorkerProcess:
             self._ready = True
 
     def submit(self, job: Job, settings: Config) -> None:
-        """Hand the job over, with the shared memory it does not have yet."""
+        """Hand the job over; WorkerDiedError when it is gone."""
+        facts, payload = job.to_message(settings)
+        self._send("job", facts, payload)
+
+    def supply(self, staged: StagedState) -> None:
+        """Hand over what it asked for."""
+        self._send("have", {}, staged.to_bytes())
+
+    def refuse(self, reason: str) -> None:
+        """Say that what it asked for cannot be had."""
+        self._send("cannot", {"reason": reason}, b"")
+
+    def _send(self, kind: str, facts: Mapping[str, Any], payload: bytes) -> None:
+        """With the shared memory that it does not have yet."""
         new = self.arena.segments[self._sent_segments :]
-        facts, payload = job.to_message(settings, [segment.size for segment in new])
+        sizes = [segment.size for segment in new]
         try:
-            self._link.send("job", facts, payload, [segment.descriptor for segment in new])
+            self._link.send(kind, {**facts, "segments": sizes}, payload, [segment.descriptor for segment in new])
         except OSError:
             raise self.obituary() from None
         self._sent_segments += len(new)
@@ -316,8 +331,8 @@ def async_save(
             "the background workers meet there. Set them, or leave use_gloo out."
         )
     with _trainer.lock:
-        _trainer.raise_unseen()
         _trainer.wait_for_turn()
+        _trainer.raise_unseen()
         call = _Call(
             state_dict,
             open_writer(checkpoint_id, storage_writer),
@@ -362,11 +377,12 @@ class _Call:
 
     def run(self, callback: Callable[[], object] | None) -> AsyncSaveResponse:
         run = collectives.run_nonce()
-        ordinal = next_ordinal(run, self._place)
-        identity = SaveIdentity(collectives.agree_on_attempt(self._place, ordinal), run, ordinal)
+        ordinal = next_ordinal(run, self._place, self._world_size)
+        attempt = collectives.agree_on_attempt(self._place, ordinal, alone=self._world_size == 1)
+        identity = SaveIdentity(attempt, run, ordinal)
         writer, planner = WriterSpec.of(self._writer), PlannerSpec.of(self._planner)
         worker = _trainer.worker()
-        stage = _Stage(None, [], None)
+        stage = _Stage()
         failure: Exception | None = None
         try:
             stage = self._stage(worker)
@@ -381,15 +397,20 @@ class _Call:
             master=(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)),
             writer=writer,
             planner=planner,
+            plan=stage.plan,
             staged=stage.staged,
+            wave_bytes=stage.wave_bytes,
             key="" if stage.key is None else hashlib.blake2b(repr(stage.key).encode(), digest_size=16).hexdigest(),
             cached=[plan for plan in stage.plans if plan.plan_id not in worker.plans],
-            partial=bool(stage.plans),
+            known=[plan.plan_id for plan in stage.plans],
+            rest=stage.rest,
             failure="" if failure is None else f"{type(failure).__name__}: {failure}",
         )
         worker.plans |= {plan.plan_id for plan in stage.plans}
         response = AsyncSaveResponse(self._place)
         flight = _Flight(worker, job, self._settings, response, callback, stage.key)
+        if stage.wave_bytes:
+            failure = flight.serve_waves(self._planner)
         thread = threading.Thread(target=flight.run, name="hpdcp-async-save", daemon=False)
         thread.start()
         _trainer.take_off(response, thread)
@@ -401,29 +422,52 @@ class _Call:
     def _stage(self, worker: _WorkerProcess) -> _Stage:
         self._planner.configure_planner(with_copied_values(self._state_dict), self._context)
         planner_key = self._planner.cache_key() if self._context.collective else None
-        if planner_key is None:
-            plan = self._planner.build_local_plan()
-            return _Stage(None, [], build_staged_state_dict(self._planner, plan, worker.arena))
-        key = plan_key(self._writer, self._planner, planner_key)
-        plans = PLANS.find(key)
-        plan = self._needed(plans) if plans else self._planner.build_local_plan()
-        return _Stage(key, plans, build_staged_state_dict(self._planner, plan, worker.arena))
+        key = None if planner_key is None else plan_key(self._writer, self._planner, planner_key)
+        plans = [] if key is None else PLANS.find(key)
+        plan, rest = self._needed(plans) if plans else (self._planner.build_local_plan(), None)
+        budget = _staging_budget(self._settings, worker.arena)
+        if int(np.maximum(plan.nbytes, 0).sum()) <= budget:
+            staged = build_staged_state_dict(self._planner, plan, worker.arena)
+            return _Stage(key, plans, plan, staged, rest)
+        # The worker asks for what it needs, so it must know of all there is, and how long each of it is.
+        return _Stage(key, plans, self._planner.build_local_plan() if plans else plan, wave_bytes=budget)
 
-    def _needed(self, plans: Sequence[CachedPlan]) -> SavePlan:
-        """Of what this rank holds, what it writes by these plans, and what it is asked to compare with others'."""
+    def _needed(self, plans: Sequence[CachedPlan]) -> tuple[SavePlan, SavePlan]:
+        """Of what this rank holds, what it writes by these plans or is asked to compare with others', and the rest."""
         local = SavePlan.from_bytes(plans[0].local)
         parts = [SavePlan.from_part(plan.part, SavePlan.from_bytes(plan.local)) for plan in plans]
         most = {"off": -1, "small": SMALL_REPLICA_BYTES, "all": None}[self._settings.check_replicas]
-        return local.select(rows_needed(local, parts, most))
+        needed = rows_needed(local, parts, most)
+        return local.select(needed), local.select(np.setdiff1d(np.arange(len(local)), needed))
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What came of staging: under which name its plan is cached, the plans there, and the copy."""
+    """What came of staging."""
 
-    key: Hashable | None
-    plans: Sequence[CachedPlan]
-    staged: StagedState | None
+    key: Hashable | None = None
+    """Under which the plan is cached."""
+    plans: Sequence[CachedPlan] = ()
+    """What is cached there."""
+    plan: SavePlan | None = None
+    staged: StagedState | None = None
+    """None where the state goes in waves."""
+    rest: SavePlan | None = None
+    """What this rank holds beside `plan`, where earlier plans have others write it."""
+    wave_bytes: int = 0
+
+
+def _staging_budget(settings: Config, arena: Arena) -> int:
+    """Bytes that one rank may stage at a time: as configured, else its share of half the host's memory.
+
+    What staging holds already counts as available. The largest single item fits whatever the budget is.
+    """
+    if settings.async_staging_budget is not None:
+        return max(1, settings.async_staging_budget)
+    with open("/proc/meminfo") as lines:
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, (available // ranks + arena.capacity) // 2)
 
 
 def rows_needed(local: SavePlan, parts: Sequence[SavePlan], most: int | None) -> npt.NDArray[np.int64]:
@@ -455,6 +499,32 @@ class _Flight:
         self._callback = callback
         self._key = key
         self._exit_deadline = settings.exit_deadline
+        self._submitted = False
+        self._final: Message | None = None
+
+    def serve_waves(self, planner: SavePlanner) -> Exception | None:
+        """Stage what the worker asks for, piece by piece, until it needs nothing more; an error for the caller, if any.
+
+        Called before `run`, in the thread that called `async_save`: until it returns, the state is still needed.
+        """
+        failure: Exception | None = None
+        try:
+            self._submit()
+            while (message := self._worker.answer()).kind == "fetch":
+                try:
+                    plan = SavePlan.from_bytes(message.payload)
+                    self._worker.supply(build_staged_state_dict(planner, plan, self._worker.arena))
+                except Exception as error:  # noqa: BLE001  # the worker must hear of it, so that it does not wait
+                    failure = error
+                    self._worker.refuse(f"{type(error).__name__}: {error}")
+            if message.kind != "released":
+                self._final = message
+        except EOFError:
+            # `run` meets the same end, and says so.
+            pass
+        except WorkerDiedError as error:
+            failure = error
+        return failure
 
     def run(self) -> None:
         guard = threading.Thread(target=self._bound_the_exit, name="hpdcp-exit", daemon=True)
@@ -473,13 +543,15 @@ class _Flight:
                 logging.getLogger("hpdcp").exception("the callback of async_save failed; the checkpoint is published")
 
     def _await(self) -> Metadata:
-        self._worker.wait_until_ready()
-        self._worker.submit(self._job, self._settings)
         try:
-            message = self._worker.answer()
+            self._submit()
+            message = self._final or self._worker.answer()
         except EOFError:
             self._tell_the_others()
             raise self._worker.obituary() from None
+        if message.facts["replanned"] and self._key is not None:
+            # Some rank lacks the plan. Staged in part once more, it could not be planned for good: make another.
+            PLANS.retain(self._key, ())
         if message.kind == "failed":
             raise _error_of(message)
         length = message.facts["metadata"]
@@ -488,6 +560,12 @@ class _Flight:
             PLANS.put(self._key, plan)
             self._worker.plans.add(plan.plan_id)
         return Metadata.from_bytes(message.payload[:length], where="the metadata of this save")
+
+    def _submit(self) -> None:
+        if not self._submitted:
+            self._worker.wait_until_ready()
+            self._worker.submit(self._job, self._settings)
+            self._submitted = True
 
     def _tell_the_others(self) -> None:
         try:

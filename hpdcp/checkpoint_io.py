@@ -68,6 +68,7 @@ class SafetensorsLayout(Layout):
 
     def __init__(self) -> None:
         self._written: list[str] = []
+        self._parts: dict[str, int] = {}
 
     def written(self) -> list[str]:
         return list(self._written)
@@ -77,12 +78,18 @@ class SafetensorsLayout(Layout):
         results: dict[int, WriteResult] = {}
         files: list[FileRecord] = []
         for suffix, extents in ((".safetensors", tensors), (".bytes", objects)):
-            for part, group in enumerate(_split(extents)):
-                file = _DataFile(naming, suffix, part, group, planner)
+            for group in _split(extents):
+                file = _DataFile(naming, suffix, self._next_part(suffix), group, planner)
                 record = self._create(backend, file)
                 files.append(record)
                 results |= file.results(record.key)
         return WriteResults.build([results[row] for row in range(len(plan))], files)
+
+    def _next_part(self, suffix: str) -> int:
+        """A plan may be written in several calls, none of which may take the names of another."""
+        part = self._parts.get(suffix, 0)
+        self._parts[suffix] = part + 1
+        return part
 
     def _create(self, backend: Backend, file: _DataFile) -> FileRecord:
         names = file.naming.names(file.suffix, file.part)

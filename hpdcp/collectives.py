@@ -31,6 +31,10 @@ _PIECE_BYTES: Final = 256 << 20
 """Longest single message; gloo's own limit is below 2 GiB."""
 _ALL_RANKS: Final = -1
 """Stands for what the coordinator does on behalf of all."""
+_SMALL_BYTES: Final = 64 << 10
+"""Up to here the coordinator sends an answer to each rank, which reaches all that live however many have died; a larger
+one is broadcast, which does not."""
+_LARGE: Final = b"*"
 _MOST_CAUSES: Final = 8
 """Ranks whose messages are spelled out when many fail."""
 
@@ -211,46 +215,70 @@ class ProcessGroupExchange(FramedExchange):
             ) from error
 
     def _gather(self, step: str, payload: bytes) -> list[bytes] | None:
-        with self._peers(step):
-            lengths = torch.zeros(self.world_size, dtype=torch.int64)
-            lengths[self.rank] = len(payload)
-            dist.all_reduce(lengths, group=self.group)
-            if self.rank != COORDINATOR:
+        if self.rank != COORDINATOR:
+            with self._peers(step):
                 self._send(payload, COORDINATOR)
-                return None
-            return [
-                payload if rank == self.rank else self._receive(length, rank)
-                for rank, length in enumerate(lengths.tolist())
-            ]
+            return None
+        return [payload if rank == self.rank else self._answer_of(step, rank) for rank in range(self.world_size)]
+
+    def _answer_of(self, step: str, rank: int) -> bytes:
+        """What the rank sent; a failure in its name when it is lost, so that the others hear of it at once."""
+        try:
+            with self._peers(step):
+                return self._receive(rank)
+        except PeerLostError as error:
+            return failure(rank, error)
 
     def _scatter(self, step: str, parts: Sequence[bytes] | None) -> bytes:
-        with self._peers(step):
-            lengths = torch.zeros(self.world_size, dtype=torch.int64)
-            if parts is not None:
-                lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-            dist.broadcast(lengths, group_src=COORDINATOR, group=self.group)
-            if parts is None:
-                return self._receive(int(lengths[self.rank]), COORDINATOR)
-            for rank, part in enumerate(parts):
-                if rank != self.rank:
-                    self._send(part, rank)
-            return parts[self.rank]
+        if parts is None:
+            with self._peers(step):
+                return self._receive(COORDINATOR)
+        self._send_to_all(step, lambda rank: parts[rank])
+        return parts[self.rank]
 
     def _broadcast(self, step: str, whole: bytes | None) -> bytes:
+        if whole is None:
+            with self._peers(step):
+                small = self._receive(COORDINATOR)
+                if small[:1] != _LARGE:
+                    return small
+                buffer = bytearray(int.from_bytes(small[1:], "little"))
+                for piece in _pieces(buffer):
+                    dist.broadcast(piece, group_src=COORDINATOR, group=self.group)
+                return bytes(buffer)
+        if len(whole) <= _SMALL_BYTES:
+            self._send_to_all(step, lambda _: whole)
+            return whole
+        self._send_to_all(step, lambda _: _LARGE + len(whole).to_bytes(8, "little"))
         with self._peers(step):
-            length = torch.tensor([0 if whole is None else len(whole)], dtype=torch.int64)
-            dist.broadcast(length, group_src=COORDINATOR, group=self.group)
-            buffer = bytearray(int(length)) if whole is None else bytearray(whole)
-            for piece in _pieces(buffer):
+            for piece in _pieces(bytearray(whole)):
                 dist.broadcast(piece, group_src=COORDINATOR, group=self.group)
-            return bytes(buffer) if whole is None else whole
+        return whole
+
+    def _send_to_all(self, step: str, part: Callable[[int], bytes]) -> None:
+        """To every other rank that is still there; those that are lost are said once all others have their part."""
+        lost: PeerLostError | None = None
+        for rank in range(self.world_size):
+            if rank == self.rank:
+                continue
+            try:
+                with self._peers(step):
+                    self._send(part(rank), rank)
+            except PeerLostError as error:
+                if not _failures(part(rank)):
+                    lost = error
+        if lost is not None:
+            raise lost
 
     def _send(self, payload: bytes, rank: int) -> None:
+        dist.send(torch.tensor([len(payload)], dtype=torch.int64), group_dst=rank, group=self.group)
         for piece in _pieces(bytearray(payload)):
             dist.send(piece, group_dst=rank, group=self.group)
 
-    def _receive(self, length: int, rank: int) -> bytes:
-        buffer = bytearray(length)
+    def _receive(self, rank: int) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, group_src=rank, group=self.group)
+        buffer = bytearray(int(length))
         for piece in _pieces(buffer):
             dist.recv(piece, group_src=rank, group=self.group)
         return bytes(buffer)
@@ -274,13 +302,13 @@ def open_ranks(*, no_dist: bool) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def agree_on_attempt(place: str, ordinal: int) -> str:
+def agree_on_attempt(place: str, ordinal: int, *, alone: bool) -> str:
     """An id for save number `ordinal` to `place`, the same on all ranks and new; nobody waits for anybody.
 
-    The first rank to ask the process group's store decides.
+    The first rank to ask the process group's store decides; `alone`, nobody is asked.
     """
     nonce = uuid.uuid4().hex[:16]
-    if not dist.is_available() or not dist.is_initialized():
+    if alone or not dist.is_available() or not dist.is_initialized():
         return nonce
     name = hashlib.blake2b(f"{place}\n{ordinal}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
     store = dist.distributed_c10d._get_default_store()
@@ -340,11 +368,21 @@ def joint_error(step: str, failed: Sequence[Failed], world_size: int) -> HpdcpEr
     return error
 
 
+def failure(rank: int, error: Exception) -> bytes:
+    """What a rank answers when it could not do its part, or what is put in its place when it is lost."""
+    return _frame([Failed.of(rank, error)])
+
+
+def failure_frame(rank: int, error: Exception) -> bytes:
+    """What stands for the answer of a rank that cannot give one."""
+    return _frame([Failed.of(rank, error)])
+
+
 def _attempt(rank: int, local: Callable[[], bytes]) -> bytes:
     try:
         return b"+" + local()
     except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
-        return _frame([Failed.of(rank, error)])
+        return failure(rank, error)
 
 
 def _raise_if(failure: Exception | None) -> None:

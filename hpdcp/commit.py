@@ -25,6 +25,7 @@ from hpdcp.errors import (
     StorageError,
     SupersededError,
 )
+from hpdcp.mailbox import clear_mailbox, mailbox_folder
 from hpdcp.metadata import HEAD_BYTES, Metadata
 from hpdcp.timing import log_message
 
@@ -113,6 +114,7 @@ class Attempt:
         superseded = dict(earlier.superseded) if earlier else {}
         if earlier and earlier.attempt != committed:
             superseded[earlier.attempt] = earlier.plain
+        _clear_mailboxes(backend, {*superseded, *([earlier.attempt] if earlier else [])} - {attempt})
         superseded.pop(committed or "", None)
         current = _keys_of_checkpoint(backend, keys, before)
         now = time.time()
@@ -221,6 +223,17 @@ def _settings_of(data: bytes | None) -> Mapping[str, str]:
         return Metadata.from_bytes(data, where=METADATA).settings
     except CheckpointError:
         return {}
+
+
+def _clear_mailboxes(backend: Backend, attempts: Iterable[str]) -> None:
+    """Remove the messages that ended attempts left; once another has claimed the folder, none of them can commit."""
+    for attempt in attempts:
+        folder = mailbox_folder(attempt)
+        try:
+            checked_key(folder)
+        except InvalidArgumentError:
+            continue  # whoever wrote the claim may mean harm
+        clear_mailbox(backend, folder)
 
 
 def _keys_of_checkpoint(backend: Backend, keys: Iterable[str], before: bytes | None) -> frozenset[str]:

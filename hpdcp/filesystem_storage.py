@@ -37,8 +37,8 @@ from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SaveP
 from hpdcp.replicas import merge_rank_metadata
 from hpdcp.storage import RankMetadata, StorageReader, StorageWriter, WriteResults
 
-_ordinals: dict[tuple[str, str], itertools.count[int]] = {}
-"""(run, folder) → this process's saves there without collectives, counted at the door so that all ranks agree."""
+_ordinals: dict[tuple[str, str, int], itertools.count[int]] = {}
+"""(run, folder, world size) → this process's saves there that are counted at the door, so that all ranks agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class SaveIdentity:
     """Which of the run's saves to this place without collectives."""
 
 
-def next_ordinal(run: str, url: str) -> int:
-    """Counts this process's saves without collectives to one place."""
-    return next(_ordinals.setdefault((run, url), itertools.count(1)))
+def next_ordinal(run: str, url: str, world_size: int) -> int:
+    """Counts this process's saves to one place; what it saves alone is not counted with what all ranks save."""
+    return next(_ordinals.setdefault((run, url, world_size), itertools.count(1)))
 
 
 class FileSystemWriter(StorageWriter):
@@ -202,7 +202,7 @@ class _SaveByRank(_Save):
         if identity is None:
             # Counted before anything of this rank can fail, so that a rank that does stays in step with the others.
             run = collectives.run_nonce()
-            identity = SaveIdentity(self.attempt_id, run, next_ordinal(run, backend.url))
+            identity = SaveIdentity(self.attempt_id, run, next_ordinal(run, backend.url, context.world_size))
         self.facts |= {"rank": str(context.rank), "run": identity.run, "ordinal": str(identity.ordinal)}
 
     def begin(self) -> dict[str, str]:

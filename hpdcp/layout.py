@@ -49,6 +49,8 @@ class Layout(ABC):
     def write(self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming) -> WriteResults:
         """Store every item durably under names of `naming`; one result for each item, in the plan's order.
 
+        May be called several times in one save, each time with other items of the rank's plan.
+
         When it raises, the files it wrote may be left; `written` names them.
         """
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import crc32c
 
 from hpdcp.backend import Backend
-from hpdcp.collectives import COORDINATOR, FramedExchange
+from hpdcp.collectives import COORDINATOR, FramedExchange, failure_frame
 from hpdcp.errors import CheckpointError, CorruptCheckpointError, KeyNotFoundError, PeerLostError, StorageError
 
 FOLDER_PREFIX: Final = ".mailbox-"
@@ -28,6 +28,8 @@ _HEAD: Final = struct.Struct("<8sQI")
 _FIRST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 1.0
 _READERS: Final = 16
+_CLOSING_SECONDS: Final = 30.0
+"""How long the coordinator waits for the others to be done with the messages before it removes them."""
 
 
 def mailbox_folder(attempt: str) -> str:
@@ -66,25 +68,30 @@ class Mailbox(FramedExchange):
         if not self.is_coordinator:
             self._post(self._key(self._asked, self.rank), payload)
             return None
-        others = [self._key(self._asked, rank) for rank in range(self.world_size) if rank != self.rank]
-        found = self._await(step, others)
-        answers = [found[key] for key in others]
-        answers.insert(self.rank, payload)
-        return answers
+        others = {rank: self._key(self._asked, rank) for rank in range(self.world_size) if rank != self.rank}
+        found, lost = self._await(step, others, self._deadline)
+        # A lost rank answers too, with why: what the coordinator tells the others then ends their wait as well.
+        answers = {rank: failure_frame(rank, error) for rank, error in lost.items()} | found | {self.rank: payload}
+        return [answers[rank] for rank in range(self.world_size)]
 
     def _scatter(self, step: str, parts: Sequence[bytes] | None) -> bytes:
         if parts is None:
-            key = self._key(self._answered, self.rank)
-            return self._await(step, [key])[key]
+            return self._from_coordinator(step, self._key(self._answered, self.rank))
         self._post_all({self._key(self._answered, rank): part for rank, part in enumerate(parts) if rank != self.rank})
         return parts[self.rank]
 
     def _broadcast(self, step: str, whole: bytes | None) -> bytes:
         key = self._key("RESULT", COORDINATOR)
         if whole is None:
-            return self._await(step, [key])[key]
+            return self._from_coordinator(step, key)
         self._post(key, whole)
         return whole
+
+    def _from_coordinator(self, step: str, key: str) -> bytes:
+        found, lost = self._await(step, {COORDINATOR: key}, self._deadline)
+        if lost:
+            raise lost[COORDINATOR]
+        return found[COORDINATOR]
 
     def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         self._asked, self._answered = "LOCAL_PLAN", "FINAL_PLAN"
@@ -107,9 +114,9 @@ class Mailbox(FramedExchange):
             if not self.is_coordinator:
                 self._post(self._key("DONE", self.rank, last=True), b"")
                 return
-            others = [self._key("DONE", rank, last=True) for rank in range(self.world_size) if rank != self.rank]
-            self._await("closing the mailbox", others, deadline=min(self._deadline, 30.0))
-        except (PeerLostError, CheckpointError, StorageError):
+            others = {rank: self._key("DONE", rank, last=True) for rank in range(self.world_size) if rank != self.rank}
+            self._await("closing the mailbox", others, min(self._deadline, _CLOSING_SECONDS))
+        except (CheckpointError, StorageError):
             pass
         clear_mailbox(self._backend, self._folder)
 
@@ -125,43 +132,40 @@ class Mailbox(FramedExchange):
         with ThreadPoolExecutor(_READERS, "hpdcp-mailbox") as pool:
             list(pool.map(lambda pair: self._post(*pair), messages.items()))
 
-    def _await(self, step: str, keys: Sequence[str], *, deadline: float | None = None) -> dict[str, bytes]:
-        limit = self._deadline if deadline is None else deadline
-        missing = dict.fromkeys(keys)
-        found: dict[str, bytes] = {}
+    def _await(
+        self, step: str, keys: Mapping[int, str], deadline: float
+    ) -> tuple[dict[int, bytes], dict[int, PeerLostError]]:
+        """The message under each rank's key, once all are there or lost; and why the lost ones are."""
+        missing = dict(keys)
+        found: dict[int, bytes] = {}
+        lost: dict[int, PeerLostError] = {}
         last = time.monotonic()
         pauses = _pauses()
         while missing:
-            keys_there = [info.key for info in self._backend.list_keys(self._folder)]
-            self._heed_deaths(step, keys_there)
-            there = [key for key in keys_there if key in missing]
-            read = self._read_all(there)
-            for key, payload in read.items():
-                found[key] = payload
-                del missing[key]
+            there = {info.key for info in self._backend.list_keys(self._folder)}
+            read = self._read_all({rank: key for rank, key in missing.items() if key in there})
+            found |= read
+            for rank in [rank for rank in missing if rank not in read and _death_key(self._folder, rank) in there]:
+                lost[rank] = PeerLostError(f"{step}: the background worker of rank {rank} died.")
+            missing = {rank: key for rank, key in missing.items() if rank not in found and rank not in lost}
             if read:
                 last, pauses = time.monotonic(), _pauses()
-            elif time.monotonic() - last > limit:
-                raise PeerLostError(
-                    f"{step}: no message for {limit:.0f} s in {self._backend.url}/{self._folder}; still missing are "
-                    f"{[key.rpartition('/')[2] for key in list(missing)[:8]]} ({len(missing)} in all). Look at those "
-                    "ranks' output for the first error."
+            elif time.monotonic() - last > deadline:
+                text = (
+                    f"{step}: no message for {deadline:.0f} s in {self._backend.url}/{self._folder}; still missing are "
+                    f"ranks {sorted(missing)[:8]} ({len(missing)} in all). Look at their output for the first error."
                 )
+                return found, lost | {rank: PeerLostError(text) for rank in missing}
             if missing:
                 time.sleep(next(pauses))
-        return found
+        return found, lost
 
-    def _heed_deaths(self, step: str, keys: Sequence[str]) -> None:
-        dead = [key.rpartition("_")[2] for key in keys if key.startswith(_death_key(self._folder, ""))]
-        if dead:
-            raise PeerLostError(f"{step}: the background worker of rank {', '.join(sorted(dead, key=int))} died.")
-
-    def _read_all(self, keys: Sequence[str]) -> dict[str, bytes]:
+    def _read_all(self, keys: Mapping[int, str]) -> dict[int, bytes]:
         if not keys:
             return {}
         with ThreadPoolExecutor(min(_READERS, len(keys)), "hpdcp-mailbox") as pool:
-            payloads = list(pool.map(self._read, keys))
-        return {key: payload for key, payload in zip(keys, payloads, strict=True) if payload is not None}
+            payloads = list(pool.map(self._read, keys.values()))
+        return {rank: payload for rank, payload in zip(keys, payloads, strict=True) if payload is not None}
 
     def _read(self, key: str) -> bytes | None:
         """The message; None where it is not all there yet."""
@@ -180,10 +184,11 @@ class Mailbox(FramedExchange):
 
 def tell_of_death(backend: Backend, attempt: str, rank: int) -> None:
     """Let the others know that this rank's worker is no more, so that nobody waits for it."""
-    backend.publish(_death_key(mailbox_folder(attempt), str(rank)), b"")
+    backend.prepare()
+    backend.publish(_death_key(mailbox_folder(attempt), rank), b"")
 
 
-def _death_key(folder: str, rank: str) -> str:
+def _death_key(folder: str, rank: int) -> str:
     return f"{folder}/DEAD_{rank}"
 
 

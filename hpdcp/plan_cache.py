@@ -11,7 +11,7 @@ import hashlib
 import marshal
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -81,6 +81,13 @@ class PlanCache:
             self._plans.move_to_end((key, plan.plan_id))
             while len(self._plans) > self._most:
                 self._plans.popitem(last=False)
+
+    def retain(self, key: Hashable, plan_ids: Collection[int]) -> None:
+        """Of the plans put under `key`, forget all but these."""
+        with self._lock:
+            for known, plan_id in list(self._plans):
+                if known == key and plan_id not in plan_ids:
+                    del self._plans[known, plan_id]
 
     def clear(self) -> None:
         """Forget every plan: the next save of anything plans in full, on all ranks."""

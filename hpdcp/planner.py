@@ -7,7 +7,7 @@ state dict: it asks the planner for each item's memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
@@ -221,7 +221,9 @@ class SavePlanner(ABC):
     3. `build_global_plan`  the coordinator, once, over all ranks' local plans (skipped on the other ranks; without
                             collectives every rank calls it on its own plan alone)
     4. `finalize_plan`      every rank, with its part of the global plan
-    5. `get_tensor` / `get_bytes`  every rank, once or more for each item of its final plan, from one thread
+    5. `waves`, and in each `get_tensor` / `get_bytes`  every rank, once or more for each item of its final plan and
+                            for what it compares with other ranks, from one thread
+    6. `finish_write`       every rank
 
     Where `cache_key` says on every rank that an earlier plan is right for this state, 2 and 3 are skipped, and
     `finalize_plan` is given the earlier part, with -1 as the length of every object in it.
@@ -253,6 +255,25 @@ class SavePlanner(ABC):
     @abstractmethod
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
         """Take this rank's part; the returned plan is what is written, the length of every item filled in."""
+
+    def waves(self, plan: SavePlan) -> Iterable[I64]:
+        """Rows of `plan`, which is what is written or compared next, in groups that are asked for one after another.
+
+        A planner that has not all of the state in memory at a time brings each group when it is asked for it; the
+        items of one are asked for no more when the next has been. All at once, unless overridden.
+        """
+        return [np.arange(len(plan), dtype=np.int64)]
+
+    def left_out(self) -> SavePlan | None:
+        """Asked after `build_local_plan`: what it left out of what this rank holds, of the same names.
+
+        Other ranks are expected to have planned it; where none has, the save fails, and nothing is published.
+        """
+        return None
+
+    def finish_write(self) -> None:
+        """Nothing of the state is asked for any more; every rank, before the commit."""
+        return
 
     @abstractmethod
     def get_tensor(self, item: WriteItem) -> torch.Tensor:

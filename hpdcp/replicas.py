@@ -320,6 +320,27 @@ def _whole_boxes(held: SavePlan, count: int) -> list[int]:
     return sorted(rows)
 
 
+def check_left_out(metadata: Metadata, left_out: Sequence[SavePlan | None]) -> None:
+    """Raise unless `metadata` has all that ranks left out of their local plans, counting on others to write it.
+
+    Raises:
+        StateDictError: names what would be lost.
+    """
+    lost: list[str] = []
+    for rank, plan in enumerate(left_out):
+        for item in () if plan is None else plan.items:
+            row = metadata.find(item.index.fqn, item.index.owner)
+            rows = () if row is None else metadata.chunk_rows(row)
+            if missing(Box(item.index.offsets, item.index.sizes), [Box(*metadata.chunks.box(r)) for r in rows]):
+                lost.append(f"{item.index.fqn!r} (rank {rank})")
+    if lost:
+        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+        raise StateDictError(
+            f"the state of some ranks has changed since the last save, and what they wrote then was staged by no other "
+            f"rank: {', '.join(lost[:_MOST_NAMED])}{more}. Nothing was published; the next save stages all of it."
+        )
+
+
 def check_replicas(whole: WholePlan, storage: StorageTable, reports: Sequence[ReplicaReport]) -> None:
     """Compare what ranks hold with what was written in their stead.
 

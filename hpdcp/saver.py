@@ -21,7 +21,7 @@ from hpdcp.metadata import Metadata
 from hpdcp.objects import is_pickled
 from hpdcp.plan_cache import PLANS, CachedPlan
 from hpdcp.planner import PlannerContext, SavePlan, SavePlanner
-from hpdcp.replicas import ReplicaReport, check_replicas, left_to_others
+from hpdcp.replicas import ReplicaReport, check_left_out, check_replicas, left_to_others
 from hpdcp.storage import StorageWriter, WholePlan, WriteResults, held_boxes, join_results
 from hpdcp.tables import EntryKind
 from hpdcp.timing import log_message, stage, timed
@@ -144,32 +144,43 @@ class _Save:
             self._local_plan = self._writer.optimize_local_plan(planned)
         # Asked again: a staged state of which only a part is there plans that part, for this once.
         self._to_cache = self._local_plan.has_items_of(planned) and self._planner.cache_key() is not None
-        return self._local_plan.to_bytes()
+        left_out = self._planner.left_out()
+        rest = b"" if left_out is None else left_out.to_part(self._local_plan)
+        return _join(self._local_plan.to_bytes(), rest, cache="1" if self._to_cache else "0")
 
     def _plan_globally(self, parts: list[bytes]) -> list[bytes]:
-        locals_ = [SavePlan.from_bytes(part) for part in parts]
+        opened = [_part(part) for part in parts]
+        locals_ = [SavePlan.from_bytes(plan) for plan, _, _ in opened]
+        lefts = [
+            SavePlan.from_part(rest, local) if rest else None
+            for local, (_, rest, _) in zip(locals_, opened, strict=True)
+        ]
         with stage("build_global_plan"):
             plans, metadata = self._planner.build_global_plan(locals_)
             final = self._writer.optimize_global_plan(plans)
             self._whole = WholePlan.of(metadata, final, locals_)
-        plan_id = _draw() if _told_alike(plans, final) else _NEVER_AGAIN
+            check_left_out(metadata, lefts)
+        # All ranks keep it or none does: ranks that know different plans would plan in full for ever.
+        cache = all(settings["cache"] == "1" for _, _, settings in opened) and _told_alike(plans, final)
+        plan_id = _draw() if cache else _NEVER_AGAIN
         prefix = plan_id.to_bytes(_ID_BYTES, "little")
         return [prefix + plan.to_part(local) for plan, local in zip(final, locals_, strict=True)]
 
     def write_and_commit(self) -> Metadata:
         try:
             published = self._exchange.conclude("saving", self._write, self._commit)
-        except (PeerLostError, CommitUncertainError):
-            # The coordinator may have published before it was lost: what was written may be part of a checkpoint.
-            raise
         except Exception as error:
-            try:
-                self._writer.discard()
-            except HpdcpError as left:
-                error.add_note(f"What this rank had written could not be removed: {left}")
+            if not _may_be_published(error):
+                self._discard(error)
             raise
         self._remember()
         return Metadata.from_bytes(published, where="the metadata of this save")
+
+    def _discard(self, error: Exception) -> None:
+        try:
+            self._writer.discard()
+        except HpdcpError as left:
+            error.add_note(f"What this rank had written could not be removed: {left}")
 
     def _remember(self) -> None:
         """Keep the plan for the next save, now that this one is known to be published."""
@@ -187,9 +198,17 @@ class _Save:
         self._part = self._own_part()
         final = self._planner.finalize_plan(self._part)
         with stage("execute_write"):
-            results = self._writer.execute_write(final, self._planner)
+            results = self._execute(final)
         report = self._report_on_replicas(final)
+        self._planner.finish_write()
         return _join(results.to_bytes(), report.to_bytes())
+
+    def _execute(self, final: SavePlan) -> WriteResults:
+        written = []
+        for rows in self._planner.waves(final):
+            part = final if len(rows) == len(final) else final.select(rows)
+            written.append((rows, self._writer.execute_write(part, self._planner)))
+        return written[0][1] if len(written) == 1 else WriteResults.reunited(written)
 
     def _report_on_replicas(self, final: SavePlan) -> ReplicaReport:
         held = held_boxes(self._local_plan, final)
@@ -198,7 +217,8 @@ class _Save:
         rows: list[int] = []
         checksums: list[Sequence[int]] = []
         lengths: list[int] = []
-        for row in candidates:
+        compared = held.select(np.array(candidates, dtype=np.int64))
+        for row in (candidates[number] for wave in self._planner.waves(compared) for number in wave.tolist()):
             item = held.item(row)
             if item.kind is EntryKind.OBJECT:
                 data = self._planner.get_bytes(item)
@@ -215,12 +235,18 @@ class _Save:
 
     def _commit(self, answers: list[bytes]) -> bytes:
         pairs = [_part(answer) for answer in answers]
-        results = [WriteResults.from_bytes(result) for result, _ in pairs]
+        results = [WriteResults.from_bytes(result) for result, _, _ in pairs]
         storage = join_results(self._whole, results)
-        check_replicas(self._whole, storage, [ReplicaReport.from_bytes(report) for _, report in pairs])
+        check_replicas(self._whole, storage, [ReplicaReport.from_bytes(report) for _, report, _ in pairs])
         with stage("finalize_checkpoint"):
             metadata = self._whole.metadata.with_storage(storage, {})
             return self._writer.finalize_checkpoint(metadata, results).to_bytes()
+
+
+def _may_be_published(error: Exception) -> bool:
+    """Whether what was written may be part of a checkpoint all the same: the coordinator may have published before it
+    was lost. An error with causes is one that the coordinator told, in place of publishing."""
+    return isinstance(error, CommitUncertainError) or (isinstance(error, PeerLostError) and not error.causes)
 
 
 def _draw() -> int:
@@ -245,12 +271,11 @@ def _told_alike(planned: Sequence[SavePlan], final: Sequence[SavePlan]) -> bool:
     )
 
 
-def _join(results: bytes, report: bytes) -> bytes:
-    return pack_columns(
-        {"results": np.frombuffer(results, dtype=np.uint8), "report": np.frombuffer(report, dtype=np.uint8)}, {}
-    )
+def _join(first: bytes, second: bytes, **settings: str) -> bytes:
+    columns = {"first": np.frombuffer(first, dtype=np.uint8), "second": np.frombuffer(second, dtype=np.uint8)}
+    return pack_columns(columns, settings)
 
 
-def _part(answer: bytes) -> tuple[bytes, bytes]:
-    columns, _ = unpack_columns(answer, where="a rank's answer")
-    return columns["results"].tobytes(), columns["report"].tobytes()
+def _part(answer: bytes) -> tuple[bytes, bytes, Mapping[str, str]]:
+    columns, settings = unpack_columns(answer, where="a rank's answer")
+    return columns["first"].tobytes(), columns["second"].tobytes(), settings

@@ -7,7 +7,7 @@ The worker's `StagedPlanner` answers for the trainer's planner from that copy.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from hpdcp.errors import InvalidArgumentError
 from hpdcp.geometry import Box, intersect, relative
 from hpdcp.metadata import Metadata, MetadataIndex, PerRank
 from hpdcp.planner import PlannerContext, SavePlan, SavePlanner, WriteItem
-from hpdcp.tables import EntryKind
+from hpdcp.tables import I64, EntryKind
 from hpdcp.timing import timed
 
 
@@ -97,34 +97,53 @@ def with_copied_values(value: Any) -> Any:
     return DataCopier.copy(value)
 
 
+Fetch = Callable[[SavePlan], tuple[StagedState, Sequence[Segment]]]
+"""Has the trainer stage these items; where they are afterwards."""
+
+
 class StagedPlanner(SavePlanner):
     """Plans and hands out a staged state, on behalf of the planner that the trainer has.
 
     Args:
-        staged: what was copied.
-        segments: the shared memory it lies in.
+        plan: what the trainer holds, or of that what earlier plans have it write and compare.
         global_planner: makes the global plan, as the trainer's planner would.
-        key: the trainer's planner's `cache_key`.
-        partial: whether only what earlier plans have this rank write was staged.
+        key: stands for the trainer's planner's `cache_key`.
+        rest: what this rank holds beside that, of the same names, where earlier plans have others write it.
+        fetch: brings what is asked for in waves, of at most `wave_bytes`; None where all of it was staged at once.
+        released: called when nothing more is asked for.
     """
 
     def __init__(
         self,
-        staged: StagedState,
-        segments: Sequence[Segment],
+        plan: SavePlan,
         global_planner: SavePlanner,
         key: Hashable | None,
         *,
-        partial: bool,
+        rest: SavePlan | None = None,
+        fetch: Fetch | None = None,
+        wave_bytes: int = 0,
+        released: Callable[[], None] = lambda: None,
     ) -> None:
-        self._partial = partial
-        self._plan = staged.plan
-        self._memory = [segments[place.segment].memory(place) for place in staged.places]
+        self._plan = plan
         self._global_planner = global_planner
         self._key = key
-        self._row = {item.index: row for row, item in enumerate(self._plan.items)}
-        names = zip(self._plan.entries.fqns, self._plan.entries.owners.tolist(), strict=True)
+        self._rest = rest
+        self.replanned = False
+        """Whether the earlier plans that it was staged by turned out to be good on this rank only."""
+        self._fetch = fetch
+        self._wave_bytes = wave_bytes
+        self._released = released
+        names = zip(plan.entries.fqns, plan.entries.owners.tolist(), strict=True)
         self._entry = {name: row for row, name in enumerate(names)}
+        self._lengths = {item.index: item.nbytes for item in plan.items if item.kind is EntryKind.OBJECT}
+        self._memory: dict[MetadataIndex, memoryview] = {}
+
+    def hold(self, staged: StagedState, segments: Sequence[Segment]) -> None:
+        """Hand out these items from now on, and no others."""
+        places = zip(staged.plan.items, staged.places, strict=True)
+        self._memory = {item.index: segments[place.segment].memory(place) for item, place in places}
+        objects = [item.index for item in staged.plan.items if item.kind is EntryKind.OBJECT]
+        self._lengths |= {index: len(self._memory[index]) for index in objects}
 
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         self._global_planner.configure_planner({}, context)
@@ -133,10 +152,14 @@ class StagedPlanner(SavePlanner):
         return self._key
 
     def build_local_plan(self) -> SavePlan:
-        if self._partial:
-            # Another rank has no such plan any more. What is left out here, the others hold; but not for next time.
+        if self._rest is not None:
+            # Another rank has no such plan any more.
             self._key = None
+            self.replanned = True
         return self._plan
+
+    def left_out(self) -> SavePlan | None:
+        return self._rest
 
     def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return self._global_planner.build_global_plan(plans)
@@ -144,25 +167,50 @@ class StagedPlanner(SavePlanner):
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
         nbytes = plan.nbytes.copy()
         for row in np.flatnonzero(nbytes < 0).tolist():
-            nbytes[row] = len(self.get_bytes(plan.item(row)))
+            nbytes[row] = self._lengths[plan.item(row).index]
         return plan.with_nbytes(nbytes)
+
+    def waves(self, plan: SavePlan) -> Iterable[I64]:
+        if self._fetch is None:
+            yield from super().waves(plan)
+            return
+        for rows in _waves(plan.nbytes, self._wave_bytes):
+            # What was there is given up first, so that the trainer may use its memory again.
+            self._memory = {}
+            self.hold(*self._fetch(plan.select(rows)))
+            yield rows
+
+    def finish_write(self) -> None:
+        self._released()
 
     def get_tensor(self, item: WriteItem) -> torch.Tensor:
         index = item.index
         owner = -1 if index.owner is None else index.owner
         dtype: torch.dtype = getattr(torch, self._plan.entries.dtype(self._entry[index.fqn, owner]))
-        row = self._row.get(index)
-        if row is not None:
-            return tensor_at(self._memory[row], dtype, index.sizes)
+        memory = self._memory.get(index)
+        if memory is not None:
+            return tensor_at(memory, dtype, index.sizes)
         wanted = Box(index.offsets, index.sizes)
-        for held, row in self._row.items():
+        for held, memory in self._memory.items():
             box = Box(held.offsets, held.sizes)
             if (held.fqn, held.owner) == (index.fqn, index.owner) and intersect(wanted, box) == wanted:
-                part = tensor_at(self._memory[row], dtype, held.sizes)
+                part = tensor_at(memory, dtype, held.sizes)
                 for axis, (start, size) in enumerate(zip(relative(wanted, box).offsets, wanted.sizes, strict=True)):
                     part = part.narrow(axis, start, size)
                 return part
         raise InvalidArgumentError(f"the plan has an item that was not staged: {index}.")
 
     def get_bytes(self, item: WriteItem) -> bytes:
-        return bytes(self._memory[self._row[MetadataIndex(item.index.fqn, owner=item.index.owner)]])
+        return bytes(self._memory[item.index])
+
+
+def _waves(nbytes: I64, most: int) -> Iterator[I64]:
+    """Rows in order, in groups that take at most `most` bytes, or one that takes more by itself."""
+    start = total = 0
+    for row, length in enumerate(nbytes.tolist()):
+        if row > start and total + length > most:
+            yield np.arange(start, row, dtype=np.int64)
+            start, total = row, 0
+        total += length
+    if start < len(nbytes):
+        yield np.arange(start, len(nbytes), dtype=np.int64)

@@ -96,6 +96,14 @@ class WriteResults:
             )
         )
 
+    @classmethod
+    def reunited(cls, parts: Sequence[tuple[I64, WriteResults]]) -> WriteResults:
+        """The results of a plan that was written in parts, each given with the rows of the plan it holds."""
+        if not parts:
+            return cls(StorageTable.empty())
+        whole = cls(_side_by_side([results.table for _, results in parts]))
+        return whole.take(np.argsort(np.concatenate([rows for rows, _ in parts]), kind="stable"))
+
     def to_bytes(self) -> bytes:
         """For the exchange between ranks: columns, no pickle."""
         return pack_columns(self.table.to_columns(), {})
@@ -355,19 +363,23 @@ def join_results(whole: WholePlan, results: Sequence[WriteResults]) -> StorageTa
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise StorageError(f"several ranks wrote the same file: {twice[:5]}; nothing was published.")
+    return WriteResults(_side_by_side(tables)).take(whole.order).table
+
+
+def _side_by_side(tables: Sequence[StorageTable]) -> StorageTable:
+    """All rows and all files, table after table."""
     first_file = starts_of(ends_of(np.array([len(table.file_names) for table in tables], dtype=np.int64)))
     files = [table.file.astype(np.int64) + first for table, first in zip(tables, first_file, strict=True)]
-    joined = StorageTable(
+    return StorageTable(
         file=np.concatenate(files).astype(np.int32),
         offset=np.concatenate([table.offset for table in tables]),
         length=np.concatenate([table.length for table in tables]),
         crc_ends=ends_of(np.concatenate([table.crc_ends - starts_of(table.crc_ends) for table in tables])),
         crcs=np.concatenate([table.crcs for table in tables]),
-        file_names=StringColumn.from_strings(names),
+        file_names=StringColumn.from_strings([name for table in tables for name in table.file_names]),
         file_sizes=np.concatenate([table.file_sizes for table in tables]),
         file_marks=np.concatenate([table.file_marks for table in tables]),
     )
-    return WriteResults(joined).take(whole.order).table
 
 
 def _with_rows(plans: Sequence[SavePlan], rows: Sequence[I64]) -> ChunkTable:
