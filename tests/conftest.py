@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 from hypothesis import HealthCheck, settings
 
@@ -10,6 +13,10 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HYPER_PARALLEL_TEST_DEVICE_TYPE", "cpu")
 os.environ["HPDCP_CONFIG"] = ""
+if "RANK" in os.environ:
+    # Each rank is a pytest of its own, and they would all clear up the same old folders at the same moment.
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="hpdcp-rank-")
+    atexit.register(shutil.rmtree, os.environ["PYTEST_DEBUG_TEMPROOT"], ignore_errors=True)
 
 settings.register_profile(
     "hpdcp",
