@@ -1,11 +1,13 @@
 """How fast are a save and a load, beside torch's own checkpoints and beside plain files?
 
     python benchmarks/save_load.py --folder /dev/shm/bench [--gib 1] [--ranks 2] [--repetitions 5] [--cold]
+        [--asynchronous]
 
 State: tensors sharded by rows over all ranks (bfloat16 weights, float32 moments) and 256 small replicated ones. `raw`
 writes each tensor with one call to one file for each rank, and fsyncs once: the limit of what files can do. `--cold`
 drops the page cache before the first load (root only) and also reports the bytes the disk read. Peak memory is that
-of the largest rank, above what it was when the state was built.
+of the largest rank, above what it was when the state was built. `--asynchronous` adds three asynchronous saves in a
+row: how long the trainer stands still in each (`raw`: one copy into memory that is kept), and until it has landed.
 """
 
 from __future__ import annotations
@@ -51,6 +53,39 @@ def emptied(state: dict[str, Any]) -> dict[str, Any]:
         key: DTensor.from_local(torch.zeros_like(t.to_local()), t.device_mesh, t.placements, run_check=False)
         for key, t in state.items()
     }
+
+
+def asynchronous_verb(contestant: str, folder: Path) -> Callable[[Any], Callable[[], object]]:
+    """Starts an asynchronous save of a state; what it returns waits until that has landed."""
+    path = str(folder / contestant)
+    if contestant == "hpdcp":
+        import hpdcp
+
+        def begin(state: Any) -> Callable[[], object]:
+            response = hpdcp.async_save(state, checkpoint_id=path, use_gloo=True)
+            return lambda: response.get_result(600)
+
+    elif contestant == "torch":
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        def begin(state: Any) -> Callable[[], object]:
+            kind = AsyncCheckpointerType.PROCESS
+            future = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(path), async_checkpointer_type=kind)
+            return lambda: getattr(future, "upload_completion", future).result()
+
+    else:
+        kept: dict[str, Any] = {}
+
+        def begin(state: Any) -> Callable[[], object]:
+            for key, tensor in state.items():
+                if key in kept:
+                    kept[key].copy_(tensor.to_local())
+                else:
+                    kept[key] = tensor.to_local().clone()
+            return lambda: None
+
+    return begin
 
 
 def verbs(contestant: str, folder: Path, rank: int) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
@@ -144,6 +179,12 @@ def worker(options: argparse.Namespace) -> None:
     assert same, "what was loaded is not what was saved"
     timed("load, warm", lambda: load(target))
     figures["peak MiB of a save"] = int(peak) / 1024
+    if options.asynchronous:
+        begin = asynchronous_verb(options.contestant, options.folder)
+        waits: list[Callable[[], object]] = []
+        for number in ("first", "second", "third"):
+            timed(f"stall, {number}", lambda: waits.append(begin(state)))
+            timed(f"landing after the {number}", lambda: waits.pop()())
     if rank == 0:
         print("RESULT " + json.dumps(figures), flush=True)
     dist.barrier()
@@ -158,12 +199,14 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--contestants", default="raw,torch,hpdcp")
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contestant:
         worker(options)
         return
     passed = ["--folder", str(options.folder), "--gib", str(options.gib), *(["--cold"] if options.cold else [])]
+    passed += ["--asynchronous"] if options.asynchronous else []
     contestants = {
         name: harness.torchrun(options.ranks, __file__, "--contestant", name, *passed)
         for name in options.contestants.split(",")
@@ -175,7 +218,7 @@ def main() -> None:
     )
     layers = max(1, int(options.gib * (1 << 30) // (4096 * 4096 * 10)))
     amount = float(layers * 4096 * 4096 * 10 + options.ranks * 256 * 4096)
-    timings = ("save, first", "save, over it", "load, first", "load, cold", "load, warm")
+    timings = [name for name in found if name.startswith(("save", "load", "stall"))]
     harness.print_table(found, base="raw", rates=dict.fromkeys(timings, amount))
 
 
