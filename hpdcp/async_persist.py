@@ -549,6 +549,9 @@ class _Flight:
         except EOFError:
             self._tell_the_others()
             raise self._worker.obituary() from None
+        except WorkerDiedError:
+            self._tell_the_others()
+            raise
         if message.facts["replanned"] and self._key is not None:
             # Some rank lacks the plan. Staged in part once more, it could not be planned for good: make another.
             PLANS.retain(self._key, ())
