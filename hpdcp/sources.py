@@ -5,6 +5,7 @@ Runs on the coordinator over all ranks' plans, as columns; a pure function of th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -303,31 +304,39 @@ def _plans_with(
     direct = np.logical_and.reduceat(wanted.direct[rows], starts_of(ends)) if len(rows) else np.zeros(0, np.bool_)
     by_rank = np.argsort(wanted.ranks[rows], kind="stable")
     cuts = np.searchsorted(wanted.ranks[rows][by_rank], np.arange(len(plans) + 1)).tolist()
-    dtype = wanted.dtypes[alike.heads][parts.of]
-    group = alike.group[parts.of]
-    group_ends = ends_of(np.array([len(ranks) for ranks in alike.groups], dtype=np.int64))
-    group_ranks = np.array([rank for ranks in alike.groups for rank in ranks], dtype=np.int64)
+    part = part[by_rank]
+    boxes = parts.boxes.take(part).with_entry(wanted.rows[rows[by_rank]])
+    dtype = wanted.dtypes[alike.heads][parts.of][part]
+    group = alike.group[parts.of][part]
+    members = [np.array(ranks, dtype=np.int64) for ranks in alike.groups]
     dtype_names = StringColumn.from_strings(names)
     found = []
-    for rank, plan in enumerate(plans):
-        mine = by_rank[cuts[rank] : cuts[rank + 1]]
-        own = part[mine]
+    for plan, (start, stop) in zip(plans, itertools.pairwise(cuts), strict=True):
+        mine = slice(start, stop)
         # Only the rank's own groups: all of them to every rank would be ranks squared.
-        own_groups, own_group = np.unique(group[own], return_inverse=True)
-        own_ends, members = take_runs(group_ends, own_groups)
+        own_groups, own_group = np.unique(group[mine], return_inverse=True)
+        own_members = [members[row] for row in own_groups.tolist()]
         shared = SharedColumns(
-            parts.boxes.take(own).with_entry(wanted.rows[rows[mine]]),
+            _rows_between(boxes, start, stop),
             own_group.astype(np.int64),
-            sources[own],
-            stored_code[dtype[own]],
-            wire_code[dtype[own]],
-            direct[own].astype(np.uint8),
+            sources[part[mine]],
+            stored_code[dtype[mine]],
+            wire_code[dtype[mine]],
+            direct[part[mine]].astype(np.uint8),
             dtype_names,
-            own_ends,
-            group_ranks[members],
+            ends_of(np.array([len(ranks) for ranks in own_members], dtype=np.int64)),
+            np.concatenate([np.zeros(0, dtype=np.int64), *own_members]),
         )
         found.append(plan.with_shared(shared))
     return found
+
+
+def _rows_between(boxes: ChunkTable, start: int, stop: int) -> ChunkTable:
+    """Rows `start` to `stop`, in steps that follow their number, not that of all rows."""
+    first, last = (int(boxes.ends[row - 1]) if row else 0 for row in (start, stop))
+    return ChunkTable(
+        boxes.entry[start:stop], boxes.ends[start:stop] - first, boxes.offsets[first:last], boxes.sizes[first:last]
+    )
 
 
 def _stored_entry(plan: LoadPlan, metadata: Metadata) -> I64:
