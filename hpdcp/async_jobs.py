@@ -18,7 +18,8 @@ from hpdcp import mailbox
 from hpdcp.config import Config
 from hpdcp.container import pack_columns, unpack_columns
 from hpdcp.errors import InvalidArgumentError
-from hpdcp.filesystem_storage import FileSystemWriter, SaveIdentity
+from hpdcp.filesystem_storage import FileSystemWriter
+from hpdcp.folder_save import SaveIdentity
 from hpdcp.plan_cache import CachedPlan
 from hpdcp.planner import SavePlan, SavePlanner
 from hpdcp.staging import StagedState

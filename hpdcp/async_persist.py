@@ -34,7 +34,8 @@ from hpdcp.arena import Arena
 from hpdcp.async_jobs import Coordination, Job, PlannerSpec, WriterSpec, tell_of_death
 from hpdcp.config import Config
 from hpdcp.errors import HpdcpError, InvalidArgumentError, WaitTimeoutError, WorkerDiedError, rebuild
-from hpdcp.filesystem_storage import SaveIdentity, next_ordinal, open_writer
+from hpdcp.filesystem_storage import open_writer
+from hpdcp.folder_save import SaveIdentity, next_ordinal
 from hpdcp.metadata import Metadata
 from hpdcp.plan_cache import PLANS, CachedPlan
 from hpdcp.planner import PlannerContext, SavePlan, SavePlanner

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hpdcp import collectives, config, registry
+from hpdcp import config, registry
 from hpdcp.backend import Backend
 from hpdcp.commit import (
     CLAIM,
     METADATA,
-    Attempt,
-    publish_or_doubt,
     rank_metadata_key,
     rank_of_metadata_key,
     read_or_none,
 )
 from hpdcp.errors import (
-    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CorruptCheckpointError,
@@ -31,30 +25,12 @@ from hpdcp.errors import (
     InvalidArgumentError,
     KeyNotFoundError,
 )
-from hpdcp.layout import FileNaming, Layout, Verify
+from hpdcp.folder_save import FolderSave, SaveByAll, SaveByRank, SaveIdentity, SaveSetup
+from hpdcp.layout import Layout, Verify
 from hpdcp.metadata import Metadata
 from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SavePlanner
 from hpdcp.replicas import merge_rank_metadata
 from hpdcp.storage import RankMetadata, StorageReader, StorageWriter, WriteResults
-
-_ordinals: dict[tuple[str, str, int], itertools.count[int]] = {}
-"""(run, folder, world size) → this process's saves there that are counted at the door, so that all ranks agree."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveIdentity:
-    """What tells one save from others, settled when it was called; the coordinator draws an attempt where it is not."""
-
-    attempt: str
-    run: str
-    """Equal on all ranks of a run; counts without collectives."""
-    ordinal: int
-    """Which of the run's saves to this place without collectives."""
-
-
-def next_ordinal(run: str, url: str, world_size: int) -> int:
-    """Counts this process's saves to one place; what it saves alone is not counted with what all ranks save."""
-    return next(_ordinals.setdefault((run, url, world_size), itertools.count(1)))
 
 
 class FileSystemWriter(StorageWriter):
@@ -78,7 +54,7 @@ class FileSystemWriter(StorageWriter):
         self._layout_name = layout
         self._storage_options = dict(storage_options or {})
         self._url = None if checkpoint_id is None else registry.resolve_checkpoint_id(checkpoint_id)
-        self._save: _Save | None = None
+        self._save: FolderSave | None = None
         self.identity: SaveIdentity | None = None
         """Of the next save, where it was settled beforehand."""
 
@@ -110,8 +86,8 @@ class FileSystemWriter(StorageWriter):
         backend = self.open_place()
         name = self._layout_name or settings.layout
         layout: Layout = registry.find_layout(name)()
-        kind = _SaveByAll if context.collective else _SaveByRank
-        self._save = kind(backend, layout, name, context, settings.keep_replaced_for, self.identity)
+        kind = SaveByAll if context.collective else SaveByRank
+        self._save = kind(SaveSetup(backend, layout, context, settings.keep_replaced_for, self.identity))
 
     def optimize_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan.with_storage_data({"url": self._current.backend.url})
@@ -132,116 +108,10 @@ class FileSystemWriter(StorageWriter):
             self._save.discard()
 
     @property
-    def _current(self) -> _Save:
+    def _current(self) -> FolderSave:
         if self._save is None:
             raise InvalidArgumentError("configure_writer must be called before this writer is used.")
         return self._save
-
-
-class _Save:
-    """One save of one folder, as one rank sees it."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        layout: Layout,
-        layout_name: str,
-        context: PlannerContext,
-        keep_replaced_for: float,
-        identity: SaveIdentity | None,
-    ) -> None:
-        self.attempt_id = uuid.uuid4().hex[:16] if identity is None else identity.attempt
-        self.backend = backend
-        self.layout = layout
-        self.context = context
-        self.keep_replaced_for = keep_replaced_for
-        self.facts = {"layout": layout_name, "world_size": str(context.world_size)}
-
-    def begin(self) -> dict[str, str]:
-        raise NotImplementedError
-
-    def commit(self, metadata: Metadata) -> Metadata:
-        raise NotImplementedError
-
-    def write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
-        decided = plan.storage_data
-        naming = FileNaming(self.context.rank, decided["attempt"], decided["plain"] == "1")
-        return self.layout.write(self.backend, plan, planner, naming)
-
-    def discard(self) -> None:
-        self.backend.delete(self.layout.written())
-
-
-class _SaveByAll(_Save):
-    """All ranks as one: the coordinator claims the folder and publishes `.metadata`."""
-
-    def begin(self) -> dict[str, str]:
-        self._attempt = Attempt.begin(self.backend, self.attempt_id)
-        claim = self._attempt.claim
-        return {"attempt": claim.attempt, "plain": "1" if claim.plain else "0"}
-
-    def commit(self, metadata: Metadata) -> Metadata:
-        whole = metadata.with_storage(metadata.storage, {**self.facts, "attempt": self._attempt.claim.attempt})
-        self._attempt.commit(whole, keep_replaced_for=self.keep_replaced_for)
-        return whole
-
-
-class _SaveByRank(_Save):
-    """Without collectives: each rank publishes `{rank}.metadata` and knows only what it finds in the folder."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        layout: Layout,
-        layout_name: str,
-        context: PlannerContext,
-        keep_replaced_for: float,
-        identity: SaveIdentity | None,
-    ) -> None:
-        super().__init__(backend, layout, layout_name, context, keep_replaced_for, identity)
-        if identity is None:
-            # Counted before anything of this rank can fail, so that a rank that does stays in step with the others.
-            run = collectives.run_nonce()
-            identity = SaveIdentity(self.attempt_id, run, next_ordinal(run, backend.url, context.world_size))
-        self.facts |= {"rank": str(context.rank), "run": identity.run, "ordinal": str(identity.ordinal)}
-
-    def begin(self) -> dict[str, str]:
-        run = self.facts["run"]
-        self.backend.prepare()
-        keys = [info.key for info in self.backend.list_keys()]
-        self._refuse_strangers(keys, run)
-        own = rank_metadata_key(self.context.rank)
-        before = read_or_none(self.backend, own) if own in keys else None
-        self._replaced = set() if before is None else set(Metadata.from_bytes(before, where=own).files)
-        self.facts["attempt"] = self.attempt_id
-        return {"attempt": self.attempt_id, "plain": "1" if self.backend.conditional_create else "0"}
-
-    def _refuse_strangers(self, keys: Sequence[str], run: str) -> None:
-        """Without collectives nobody can say that another run's checkpoint is done with, so it is not touched."""
-        url = self.backend.url
-        advice = "Save to an empty folder, or remove the old checkpoint first."
-        if METADATA in keys:
-            raise CheckpointExistsError(f"{url} holds a checkpoint that all ranks saved together. {advice}")
-        rank, world_size = self.context.rank, self.context.world_size
-        there = sorted(found for key in keys if (found := rank_of_metadata_key(key)) is not None)
-        # One's own, the first and those beyond this world tell a stranger; opening all would be ranks squared.
-        for other in sorted({*there[:1], *(r for r in there if r >= world_size), *({rank} & set(there))}):
-            key = rank_metadata_key(other)
-            data = read_or_none(self.backend, key)
-            if data is None:
-                continue
-            settings = Metadata.from_bytes(data, where=f"{url}/{key}").settings
-            if settings.get("run") != run or settings.get("world_size") != str(world_size):
-                raise CheckpointExistsError(
-                    f"{url} holds {key}, which another run saved (run {settings.get('run')!r}, this is {run!r}). "
-                    f"{advice} A restarted job that may overwrite its own sets HPDCP_RUN_ID."
-                )
-
-    def commit(self, metadata: Metadata) -> Metadata:
-        whole = metadata.with_storage(metadata.storage, self.facts)
-        publish_or_doubt(self.backend, rank_metadata_key(self.context.rank), whole.to_bytes())
-        self.backend.delete(self._replaced - set(whole.files))
-        return whole
 
 
 class FileSystemReader(StorageReader):
@@ -449,8 +319,3 @@ def open_reader(checkpoint_id: str | Path | None, reader: StorageReader | None, 
     if checkpoint_id is not None:
         reader.initialize_reader(checkpoint_id)
     return reader
-
-
-def forget_ordinals() -> None:
-    """Count saves without collectives from one again; for tests that play several runs in one process."""
-    _ordinals.clear()

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import hpdcp
 from hpdcp.commit import METADATA
 from hpdcp.errors import CheckpointNotFoundError, IncompleteCheckpointError
-from hpdcp.filesystem_storage import forget_ordinals
+from hpdcp.folder_save import forget_ordinals
 from hpdcp.inspect import inspect_checkpoint
 from hpdcp.metadata import BLOCK_BYTES
 from hpdcp.tables import EntryKind

@@ -1,0 +1,150 @@
+"""One save of one folder, as one rank sees it: which names it takes, and what it publishes."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpdcp import collectives
+from hpdcp.backend import Backend
+from hpdcp.commit import METADATA, Attempt, publish_or_doubt, rank_metadata_key, rank_of_metadata_key, read_or_none
+from hpdcp.errors import CheckpointExistsError
+from hpdcp.layout import FileNaming, Layout
+from hpdcp.metadata import Metadata
+from hpdcp.planner import PlannerContext, SavePlan, SavePlanner
+from hpdcp.storage import WriteResults
+
+_ordinals: dict[tuple[str, str, int], itertools.count[int]] = {}
+"""(run, folder, world size) → this process's saves there that are counted at the door, so that all ranks agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveIdentity:
+    """What tells one save from others, settled when it was called; the coordinator draws an attempt where it is not."""
+
+    attempt: str
+    run: str
+    """Equal on all ranks of a run; counts without collectives."""
+    ordinal: int
+    """Which of the run's saves to this place without collectives."""
+
+
+def next_ordinal(run: str, url: str, world_size: int) -> int:
+    """Counts this process's saves to one place; what it saves alone is not counted with what all ranks save."""
+    return next(_ordinals.setdefault((run, url, world_size), itertools.count(1)))
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSetup:
+    """What a save is made with."""
+
+    backend: Backend
+    layout: Layout
+    context: PlannerContext
+    keep_replaced_for: float
+    """Seconds."""
+    identity: SaveIdentity | None
+    """None where it is settled when the save begins."""
+
+
+class FolderSave(ABC):
+    """One save of one folder, as one rank sees it."""
+
+    def __init__(self, setup: SaveSetup) -> None:
+        self.attempt = uuid.uuid4().hex[:16] if setup.identity is None else setup.identity.attempt
+        self.backend = setup.backend
+        self.layout = setup.layout
+        self.context = setup.context
+        self.keep_replaced_for = setup.keep_replaced_for
+        self.facts = {"layout": setup.layout.name, "world_size": str(setup.context.world_size)}
+
+    @abstractmethod
+    def begin(self) -> dict[str, str]:
+        """Look at the folder and decide what all ranks that write in this save are told."""
+
+    @abstractmethod
+    def commit(self, metadata: Metadata) -> Metadata:
+        """Publish `metadata`; what was published."""
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
+        """Store the plan's items under names that `begin` decided."""
+        decided = plan.storage_data
+        naming = FileNaming(self.context.rank, decided["attempt"], decided["plain"] == "1")
+        return self.layout.write(self.backend, plan, planner, naming)
+
+    def discard(self) -> None:
+        """Remove what this rank has written."""
+        self.backend.delete(self.layout.written())
+
+
+class SaveByAll(FolderSave):
+    """All ranks as one: the coordinator claims the folder and publishes `.metadata`."""
+
+    def begin(self) -> dict[str, str]:
+        self._claimed = Attempt.begin(self.backend, self.attempt)
+        claim = self._claimed.claim
+        return {"attempt": claim.attempt, "plain": "1" if claim.plain else "0"}
+
+    def commit(self, metadata: Metadata) -> Metadata:
+        whole = metadata.with_storage(metadata.storage, {**self.facts, "attempt": self._claimed.claim.attempt})
+        self._claimed.commit(whole, keep_replaced_for=self.keep_replaced_for)
+        return whole
+
+
+class SaveByRank(FolderSave):
+    """Without collectives: each rank publishes `{rank}.metadata` and knows only what it finds in the folder."""
+
+    def __init__(self, setup: SaveSetup) -> None:
+        super().__init__(setup)
+        identity = setup.identity
+        if identity is None:
+            # Counted before anything of this rank can fail, so that a rank that does stays in step with the others.
+            run = collectives.run_nonce()
+            identity = SaveIdentity(self.attempt, run, next_ordinal(run, self.backend.url, self.context.world_size))
+        self.facts |= {"rank": str(self.context.rank), "run": identity.run, "ordinal": str(identity.ordinal)}
+
+    def begin(self) -> dict[str, str]:
+        run = self.facts["run"]
+        self.backend.prepare()
+        keys = [info.key for info in self.backend.list_keys()]
+        self._refuse_strangers(keys, run)
+        own = rank_metadata_key(self.context.rank)
+        before = read_or_none(self.backend, own) if own in keys else None
+        self._replaced = set() if before is None else set(Metadata.from_bytes(before, where=own).files)
+        self.facts["attempt"] = self.attempt
+        return {"attempt": self.attempt, "plain": "1" if self.backend.conditional_create else "0"}
+
+    def _refuse_strangers(self, keys: Sequence[str], run: str) -> None:
+        """Without collectives nobody can say that another run's checkpoint is done with, so it is not touched."""
+        url = self.backend.url
+        advice = "Save to an empty folder, or remove the old checkpoint first."
+        if METADATA in keys:
+            raise CheckpointExistsError(f"{url} holds a checkpoint that all ranks saved together. {advice}")
+        rank, world_size = self.context.rank, self.context.world_size
+        there = sorted(found for key in keys if (found := rank_of_metadata_key(key)) is not None)
+        # One's own, the first and those beyond this world tell a stranger; opening all would be ranks squared.
+        for other in sorted({*there[:1], *(r for r in there if r >= world_size), *({rank} & set(there))}):
+            key = rank_metadata_key(other)
+            data = read_or_none(self.backend, key)
+            if data is None:
+                continue
+            settings = Metadata.from_bytes(data, where=f"{url}/{key}").settings
+            if settings.get("run") != run or settings.get("world_size") != str(world_size):
+                raise CheckpointExistsError(
+                    f"{url} holds {key}, which another run saved (run {settings.get('run')!r}, this is {run!r}). "
+                    f"{advice} A restarted job that may overwrite its own sets HPDCP_RUN_ID."
+                )
+
+    def commit(self, metadata: Metadata) -> Metadata:
+        whole = metadata.with_storage(metadata.storage, self.facts)
+        publish_or_doubt(self.backend, rank_metadata_key(self.context.rank), whole.to_bytes())
+        self.backend.delete(self._replaced - set(whole.files))
+        return whole
+
+
+def forget_ordinals() -> None:
+    """Count saves without collectives from one again; for tests that play several runs in one process."""
+    _ordinals.clear()
