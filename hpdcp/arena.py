@@ -87,7 +87,9 @@ class Arena:
             while segment < len(self.segments) and start + length > self.segments[segment].size:
                 segment, start = segment + 1, 0
             if segment == len(self.segments):
-                size = max(rest, _GRANULE)
+                # At least as much again, of which only what is written to takes memory: a value that grows from save
+                # to save outgrows few segments.
+                size = max(rest, _GRANULE, self.capacity)
                 self.segments.append(Segment.create(-(-size // _GRANULE) * _GRANULE))
             places.append(Place(segment, start, length))
             start += _aligned(length)

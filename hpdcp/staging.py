@@ -91,7 +91,9 @@ def with_copied_values(value: Any) -> Any:
         return kind(listed) if any(new is not old for new, old in zip(listed, value, strict=True)) else value
     if isinstance(value, PerRank):
         inner = with_copied_values(value.value)
-        return value if inner is value.value else PerRank(inner)
+        if inner is value.value:
+            return value
+        return PerRank.all(inner) if value.every_rank else PerRank(inner)
     if isinstance(value, (torch.Tensor, Mapping, list, tuple)) or callable(getattr(value, "load_state_dict", None)):
         return value
     return DataCopier.copy(value)
