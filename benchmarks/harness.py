@@ -12,11 +12,27 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 Figures = dict[str, float]
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
+
+
+class Clock:
+    """CPU seconds of each stage: one thread that waits for nothing, on a machine that others may use as well."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def time(self, name: str, work: Callable[[], T]) -> T:
+        began = time.process_time()
+        result = work()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - began
+        return result
 
 
 def torchrun(ranks: int, script: str, *arguments: str) -> list[str]:

@@ -18,13 +18,10 @@ import argparse
 import json
 import resource
 import sys
-import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import harness
 
-T = TypeVar("T")
 WIDTH = 1024
 QUICK_JOBS = [("fsdp", 64, 200), ("hsdp", 64, 200)]
 JOBS = [
@@ -37,19 +34,6 @@ JOBS = [
 ]
 QUICK_RANKS = [("wide", 32, 100), ("tall", 32, 100)]
 RANKS = [("wide", 256, 1000), ("tall", 256, 1000), ("wide", 1024, 1000), ("tall", 1024, 1000)]
-
-
-class Clock:
-    """CPU seconds of each stage: one thread that waits for nothing, on a machine that others may use as well."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def time(self, name: str, work: Callable[[], T]) -> T:
-        began = time.process_time()
-        result = work()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - began
-        return result
 
 
 def metadata_of(items: int, shards: Any, shape_rows: Any) -> Any:
@@ -115,7 +99,7 @@ def coordinator(kind: str, ranks: int, items: int) -> dict[str, float]:
         nowhere = np.zeros(2 * items, dtype=np.int64)
         boxes = ChunkTable(np.arange(items, dtype=np.int64), ends, nowhere, sizes)
         arrived.append(LoadPlan(names, dtypes, targets, ItemColumns(boxes, nowhere, first + shard, none)).to_bytes())
-    clock = Clock()
+    clock = harness.Clock()
     local = clock.time("decode", lambda: [LoadPlan.from_bytes(plan) for plan in arrived])
     plans, groups = clock.time(
         "choose",
@@ -171,7 +155,7 @@ def rank(kind: str, stored_by: int, items: int) -> dict[str, float]:
 
     stored.intersect = counted
     planner = hpdcp.StandardLoadPlanner()
-    clock = Clock()
+    clock = harness.Clock()
     context = PlannerContext(0, stored_by // 2, True, True, False)
     clock.time("configure", lambda: planner.configure_planner(state, metadata, context))
     plan = clock.time("plan", planner.build_local_plan)

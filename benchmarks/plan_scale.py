@@ -22,31 +22,16 @@ import pickle
 import resource
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import harness
 
-T = TypeVar("T")
 STAGES = 8
 WIDTH = 1024
 QUICK = [("fsdp", 64, 200), ("moe", 64, 200)]
 BESIDE_TORCH = [("fsdp", 256, 1000)]
 ALONE = [("fsdp", 1024, 3000), ("moe", 1024, 3000), ("fsdp", 8192, 1000), ("moe", 8192, 1000)]
-
-
-class Clock:
-    """CPU seconds of each stage: one thread that waits for nothing, on a machine that others may use as well."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def time(self, name: str, work: Callable[[], T]) -> T:
-        began = time.process_time()
-        result = work()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - began
-        return result
 
 
 def tensors(kind: str, ranks: int, items: int, rank: int) -> Iterator[tuple[str, int, int, int]]:
@@ -105,7 +90,7 @@ def run_ours(kind: str, ranks: int, items: int) -> dict[str, float]:
     from hpdcp.storage import WholePlan
 
     arrived = our_plans(kind, ranks, items)
-    clock = Clock()
+    clock = harness.Clock()
     local = clock.time("decode", lambda: [SavePlan.from_bytes(plan) for plan in arrived])
     final, metadata = clock.time("plan", lambda: drop_duplicates(local, remove_redundancy=True, to_minimum_rank=False))
     whole = clock.time("join", lambda: WholePlan.of(metadata, final, local))
@@ -146,7 +131,7 @@ def run_torch(kind: str, ranks: int, items: int) -> dict[str, float]:
         pickle.dumps(SavePlan([*(item(*facts) for facts in tensors(kind, ranks, items, rank)), *objects(rank)]))
         for rank in range(ranks)
     ]
-    clock = Clock()
+    clock = harness.Clock()
     local = clock.time("decode", lambda: [pickle.loads(plan) for plan in arrived])
     deduped = clock.time("plan", lambda: dedup_save_plans(local))
     final, metadata = clock.time("plan", lambda: create_default_global_save_plan(deduped))
