@@ -80,9 +80,9 @@ class Worker:
     def _answer(self, message: Message) -> None:
         self._replanned = False
         try:
-            with config.using(**message.facts["config"]):
-                self._take_segments(message)
-                job = Job.from_message(message)
+            self._take_segments(message)
+            job = Job.from_message(message)
+            with config.using(**job.settings()):
                 timing.set_rank(job.rank)
                 metadata, plan = self._save(job)
             published = metadata.to_bytes()

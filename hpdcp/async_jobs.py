@@ -64,11 +64,13 @@ class WriterSpec:
         if type(writer) is FileSystemWriter:
             facts = writer.arguments()
             try:
-                json.dumps(facts)
+                told = json.loads(json.dumps(facts))
             except (TypeError, ValueError):
-                return cls(None, _pickled(writer, "storage_writer"))
-            return cls(facts)
-        return cls(None, _pickled(writer, "storage_writer"))
+                told = None
+            # Not where JSON would make a list of a tuple, or text of a number that is a key.
+            if told == facts:
+                return cls(facts)
+        return cls(None, sendable(writer, "storage_writer"))
 
     def open(self, identity: SaveIdentity) -> StorageWriter:
         """The writer, about to make the save of that identity."""
@@ -97,7 +99,7 @@ class PlannerSpec:
             own = type(planner).build_global_plan is StandardSavePlanner.build_global_plan
             if own and type(planner).finalize_plan is StandardSavePlanner.finalize_plan:
                 return cls(planner.options())
-        return cls(None, _pickled(planner, "planner"))
+        return cls(None, sendable(planner, "planner"))
 
     def open(self) -> SavePlanner:
         if self.options is not None:
@@ -136,8 +138,15 @@ class Job:
     """What this rank holds beside `plan`, of the same names, where the trainer's plans have other ranks write it; None
     where `plan` is all."""
     failure: str = ""
+    config: bytes = b""
+    """The configuration of the call, pickled: options of third parties' backends may be anything."""
 
-    def to_message(self, settings: Config) -> tuple[dict[str, Any], bytes]:
+    def settings(self) -> dict[str, Any]:
+        """Arguments of `config.using` that make the worker's configuration the call's."""
+        made: Config = pickle.loads(self.config)
+        return {known.name: getattr(made, known.name) for known in dataclasses.fields(made)}
+
+    def to_message(self) -> tuple[dict[str, Any], bytes]:
         """The facts and the payload of the message that carries it."""
         parts = {
             "writer": self.writer.pickled,
@@ -145,6 +154,7 @@ class Job:
             "plan": b"" if self.plan is None else self.plan.to_bytes(),
             "rest": b"" if self.plan is None or self.rest is None else self.rest.to_part(self.plan),
             "staged": b"" if self.staged is None else self.staged.to_bytes(),
+            "config": self.config,
         }
         plans = [plan.to_bytes() for plan in self.cached]
         parts |= {f"cached.{number}": data for number, data in enumerate(plans)}
@@ -160,7 +170,6 @@ class Job:
             "failure": self.failure,
             "known": list(self.known),
             "wave_bytes": self.wave_bytes,
-            "config": dataclasses.asdict(settings),
         }
         payload = pack_columns({name: np.frombuffer(data, dtype=np.uint8) for name, data in parts.items()}, {})
         return facts, payload
@@ -187,6 +196,7 @@ class Job:
             known=facts["known"],
             rest=SavePlan.from_part(parts["rest"], plan) if plan is not None and parts["rest"] else None,
             failure=facts["failure"],
+            config=parts["config"],
         )
 
 
@@ -214,7 +224,12 @@ def tell_of_death(job: Job) -> None:
         PrefixStore(workers_key(job.identity.attempt), store).set(DEAD, str(job.rank))
 
 
-def _pickled(value: object, argument: str) -> bytes:
+def sendable(value: object, argument: str) -> bytes:
+    """`value` as bytes that the worker can make it of again.
+
+    Raises:
+        InvalidArgumentError: it cannot; names `argument`.
+    """
     kind = type(value)
     if kind.__module__ == "__main__":
         raise InvalidArgumentError(

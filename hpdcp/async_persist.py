@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from hpdcp import collectives, config
 from hpdcp.arena import Arena
-from hpdcp.async_jobs import Coordination, Job, PlannerSpec, WriterSpec, tell_of_death
+from hpdcp.async_jobs import Coordination, Job, PlannerSpec, WriterSpec, sendable, tell_of_death
 from hpdcp.config import Config
 from hpdcp.errors import HpdcpError, InvalidArgumentError, WaitTimeoutError, WorkerDiedError, rebuild
 from hpdcp.filesystem_storage import open_writer
@@ -147,9 +147,9 @@ class _WorkerProcess:
                 raise self.obituary() from None
             self._ready = True
 
-    def submit(self, job: Job, settings: Config) -> None:
+    def submit(self, job: Job) -> None:
         """Hand the job over; WorkerDiedError when it is gone."""
-        facts, payload = job.to_message(settings)
+        facts, payload = job.to_message()
         self._send("job", facts, payload)
 
     def supply(self, staged: StagedState) -> None:
@@ -382,6 +382,7 @@ class _Call:
         attempt = collectives.agree_on_attempt(self._place, ordinal, alone=self._world_size == 1)
         identity = SaveIdentity(attempt, run, ordinal)
         writer, planner = WriterSpec.of(self._writer), PlannerSpec.of(self._planner)
+        settings = sendable(self._settings, "the configuration")
         worker = _trainer.worker()
         stage = _Stage()
         failure: Exception | None = None
@@ -406,10 +407,11 @@ class _Call:
             known=[plan.plan_id for plan in stage.plans],
             rest=stage.rest,
             failure="" if failure is None else f"{type(failure).__name__}: {failure}",
+            config=settings,
         )
         worker.plans |= {plan.plan_id for plan in stage.plans}
         response = AsyncSaveResponse(self._place)
-        flight = _Flight(worker, job, self._settings, response, callback, stage.key)
+        flight = _Flight(worker, job, self._settings.exit_deadline, response, callback, stage.key)
         if stage.wave_bytes:
             failure = flight.serve_waves(self._planner)
         thread = threading.Thread(target=flight.run, name="hpdcp-async-save", daemon=False)
@@ -488,18 +490,17 @@ class _Flight:
         self,
         worker: _WorkerProcess,
         job: Job,
-        settings: Config,
+        exit_deadline: float,
         response: AsyncSaveResponse,
         callback: Callable[[], object] | None,
         key: Hashable | None,
     ) -> None:
         self._worker = worker
         self._job = job
-        self._settings = settings
         self._response = response
         self._callback = callback
         self._key = key
-        self._exit_deadline = settings.exit_deadline
+        self._exit_deadline = exit_deadline
         self._submitted = False
         self._final: Message | None = None
 
@@ -568,7 +569,7 @@ class _Flight:
     def _submit(self) -> None:
         if not self._submitted:
             self._worker.wait_until_ready()
-            self._worker.submit(self._job, self._settings)
+            self._worker.submit(self._job)
             self._submitted = True
 
     def _tell_the_others(self) -> None:
