@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -91,3 +92,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if "torch" in sys.modules:
+    # Then there is nothing to spare, and a first save should not pay for imports that belong to the start of a script.
+    import_module("hpdcp.api")

@@ -39,6 +39,8 @@ from hpdcp_backends._posix import (
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PARALLEL_FROM_BYTES: Final = 16 << 20
 """Below this, starting a thread costs more than it saves."""
+_CACHED_BYTES: Final = 512 << 10
+"""Written at a time where the calling thread writes itself: what it has just made is in the processor's cache still."""
 
 
 class LocalBackend(Backend):
@@ -281,7 +283,8 @@ class LocalBackend(Backend):
 
         helpers = self._write_threads if size >= _PARALLEL_FROM_BYTES else 0
         where = f"cannot write {key!r} in {self.url}"
-        write_buffers(buffers, write_batch, size=size, block_bytes=self._block_bytes, helpers=helpers, where=where)
+        block = self._block_bytes if helpers else min(self._block_bytes, _CACHED_BYTES)
+        write_buffers(buffers, write_batch, size=size, block_bytes=block, helpers=helpers, where=where)
         with self._translating("write", key):
             os.fsync(descriptor)
 
