@@ -30,6 +30,7 @@ from hpdcp.errors import (
 )
 from hpdcp.mailbox import FOLDER_PREFIX
 from hpdcp.plan_cache import PLANS
+from hpdcp.planner import WriteItem
 from tests.support.job import Job
 from tests.support.layouts import DP2_TP2, FSDP4, HSDP, RAGGED, TP4_COLUMNS, Layout, differing, local_of
 from tests.support.planners import ToldPlanner
@@ -430,6 +431,39 @@ def test_messages_of_a_crashed_attempt_are_never_read_and_go_with_the_next_save(
 
 def _mailboxes(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob(f"{FOLDER_PREFIX}*"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_states_beyond_the_budget_go_in_waves(ranks: Job, folder: Path, mode: str) -> None:
+    """Of some ranks only: the others have staged all at once and left the call."""
+    with config.using(async_staging_budget=64 if ranks.rank % 2 else 1 << 30, check_replicas="all"):
+        for turn in (1.0, 2.0):
+            state = state_of(ranks, scale=turn)
+            response = hpdcp.async_save(state, checkpoint_id=folder / str(turn), **MODES[mode])
+            spoil(state)
+            landed(ranks, response)
+            check(ranks, folder / str(turn), turn)
+
+
+class BreakingPlanner(hpdcp.StandardSavePlanner):
+    def get_tensor(self, item: WriteItem) -> torch.Tensor:
+        raise RuntimeError("the device fell off the bus")
+
+
+@pytest.mark.parametrize("mode", TOGETHER)
+def test_a_failure_between_waves_of_one_rank_is_heard_by_all(ranks: Job, folder: Path, mode: str) -> None:
+    planner = BreakingPlanner() if ranks.rank == 1 else None
+    with config.using(async_staging_budget=64):
+        errors = ranks.errors(
+            lambda: hpdcp.async_save(
+                state_of(ranks), checkpoint_id=folder / "it", planner=planner, **MODES[mode]
+            ).get_result(SOON)
+        )
+    assert all("fell off the bus" in str(error) for error in errors), errors
+    ranks.barrier()
+    assert not (folder / "it" / ".metadata").exists()
+    assert hpdcp.wait_for_saves(SOON)
+    landed(ranks, hpdcp.async_save(state_of(ranks), checkpoint_id=folder / "it", **MODES[mode]))
 
 
 def test_gloo_without_a_master_is_refused(ranks: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
