@@ -310,7 +310,9 @@ def async_save(
     """Copy what this rank holds and return; a background worker saves it while training goes on.
 
     Every rank of the default process group calls it. The state may be changed the moment it returns. It waits for an
-    earlier save to land first; then the call takes as long as one copy in memory.
+    earlier save to land first; then the call takes as long as one copy in memory. A state larger than the
+    configuration's `async_staging_budget` (by default half of what memory the host has to spare, divided by its ranks)
+    is copied and written in waves, and the call returns after the last copy.
 
     Args:
         state_dict, checkpoint_id, storage_writer, planner, no_dist: as for `save`. A writer or planner of a class of
