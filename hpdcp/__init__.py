@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from hpdcp import utils as utils
     from hpdcp.api import load as load
     from hpdcp.api import save as save
-    from hpdcp.async_persist import AsyncSaveResponse as AsyncSaveResponse
     from hpdcp.async_persist import async_save as async_save
     from hpdcp.async_persist import start_async_worker as start_async_worker
     from hpdcp.async_persist import wait_for_saves as wait_for_saves
+    from hpdcp.async_response import AsyncSaveResponse as AsyncSaveResponse
     from hpdcp.data_copier import DataCopier as DataCopier
     from hpdcp.filesystem_storage import FileSystemReader as FileSystemReader
     from hpdcp.filesystem_storage import FileSystemWriter as FileSystemWriter
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES: Final = {
-    "AsyncSaveResponse": "async_persist",
+    "AsyncSaveResponse": "async_response",
     "DataCopier": "data_copier",
     "async_save": "async_persist",
     "start_async_worker": "async_persist",

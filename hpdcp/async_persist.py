@@ -10,18 +10,12 @@ Neither the worker nor the join thread is a daemon: a script that ends waits for
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,8 +26,9 @@ import numpy.typing as npt
 from hpdcp import collectives, config
 from hpdcp.arena import Arena
 from hpdcp.async_jobs import Coordination, Job, PlannerSpec, WriterSpec, sendable, tell_of_death
+from hpdcp.async_response import AsyncSaveResponse
 from hpdcp.config import Config
-from hpdcp.errors import HpdcpError, InvalidArgumentError, WaitTimeoutError, WorkerDiedError, rebuild
+from hpdcp.errors import HpdcpError, InvalidArgumentError, WorkerDiedError, rebuild
 from hpdcp.filesystem_storage import open_writer
 from hpdcp.folder_save import SaveIdentity, next_ordinal
 from hpdcp.metadata import Metadata
@@ -45,164 +40,10 @@ from hpdcp.staging import StagedState, build_staged_state_dict, with_copied_valu
 from hpdcp.standard_planner import StandardSavePlanner
 from hpdcp.storage import StorageWriter
 from hpdcp.timing import log_message, timed
-from hpdcp.worker_link import Link, Message
+from hpdcp.worker_link import Message
+from hpdcp.worker_process import WorkerProcess
 
-_START_SECONDS: Final = 120.0
-"""For a worker to import torch on a busy machine."""
 _LOOK_SECONDS: Final = 0.2
-
-
-class AsyncSaveResponse:
-    """One save that goes on in the background."""
-
-    def __init__(self, checkpoint: str) -> None:
-        self._checkpoint = checkpoint
-        self._asked = False
-        self._future: Future[Metadata] = _Watched(self)
-        # It cannot be cancelled: other ranks count on this one's part.
-        self._future.set_running_or_notify_cancel()
-
-    @property
-    def persist_completion(self) -> Future[Metadata]:
-        """Done once the checkpoint is published, or has failed."""
-        return self._future
-
-    def get_result(self, timeout: float | None = None) -> Metadata:
-        """What was published, once it is.
-
-        Raises:
-            WaitTimeoutError: not within `timeout` seconds; the save goes on.
-            HpdcpError: what went wrong in the worker, a killed worker included.
-        """
-        try:
-            return self._future.result(timeout)
-        except FutureTimeoutError as error:
-            if self._future.done():
-                raise
-            raise WaitTimeoutError(
-                f"the save to {self._checkpoint} is not done after {timeout} s; it goes on. Wait longer, or look "
-                "at the storage."
-            ) from error
-
-    def done(self) -> bool:
-        """Whether it is published or has failed."""
-        return self._future.done()
-
-
-class _Watched(Future[Metadata]):
-    """Notes that somebody asked how the save went, so that a failure nobody saw can be told apart."""
-
-    def __init__(self, response: AsyncSaveResponse) -> None:
-        super().__init__()
-        self._response = response
-
-    def result(self, timeout: float | None = None) -> Metadata:
-        found = super().exception(timeout)
-        self._response._asked = True
-        return super().result(0) if found is None else _raise(found)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        found = super().exception(timeout)
-        self._response._asked = True
-        return found
-
-
-def _raise(error: BaseException) -> Metadata:
-    raise error
-
-
-class _WorkerProcess:
-    """The background worker, as its trainer sees it."""
-
-    def __init__(self) -> None:
-        self.incarnation = uuid.uuid4().hex
-        self.arena = Arena()
-        self._sent_segments = 0
-        self.plans: set[int] = set()
-        """Ids of the plans it was given or made."""
-        self._link, theirs = Link.pair()
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), "")
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hpdcp._worker", str(theirs.fileno()), self.incarnation],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path, **hidden},
-            )
-        finally:
-            theirs.forget()
-        self._ready = False
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def wait_until_ready(self) -> None:
-        """Raises WorkerDiedError when it could not start."""
-        if not self._ready:
-            try:
-                self._link.receive()
-            except EOFError:
-                raise self.obituary() from None
-            self._ready = True
-
-    def submit(self, job: Job) -> None:
-        """Hand the job over; WorkerDiedError when it is gone."""
-        facts, payload = job.to_message()
-        self._send("job", facts, payload)
-
-    def supply(self, staged: StagedState) -> None:
-        """Hand over what it asked for."""
-        self._send("have", {}, staged.to_bytes())
-
-    def refuse(self, reason: str) -> None:
-        """Say that what it asked for cannot be had."""
-        self._send("cannot", {"reason": reason}, b"")
-
-    def _send(self, kind: str, facts: Mapping[str, Any], payload: bytes) -> None:
-        """With the shared memory that it does not have yet."""
-        new = self.arena.segments[self._sent_segments :]
-        sizes = [segment.size for segment in new]
-        try:
-            self._link.send(kind, {**facts, "segments": sizes}, payload, [segment.descriptor for segment in new])
-        except OSError:
-            raise self.obituary() from None
-        self._sent_segments += len(new)
-
-    def answer(self) -> Message:
-        """Its answer; EOFError when it died."""
-        return self._link.receive()
-
-    def obituary(self) -> WorkerDiedError:
-        """What is known of its end."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        status = self._process.returncode
-        how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
-        return WorkerDiedError(
-            f"the background worker {how} before the save was published; an earlier checkpoint is untouched. Look for "
-            "its output above, or for the system's out-of-memory killer. The next async_save starts a new worker."
-        )
-
-    def stop(self, seconds: float) -> None:
-        """Let it end, and wait; end it the hard way when it does not."""
-        with contextlib.suppress(OSError):
-            self._link.send("stop")
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._link.close()
-        self.arena.close()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def forget(self) -> None:
-        """In a forked child: it is the parent's worker, not ours."""
-        self._link.forget()
 
 
 class _Trainer:
@@ -210,18 +51,18 @@ class _Trainer:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._worker: _WorkerProcess | None = None
+        self._worker: WorkerProcess | None = None
         self._flying: tuple[AsyncSaveResponse, threading.Thread] | None = None
         self._failed: list[AsyncSaveResponse] = []
 
-    def worker(self) -> _WorkerProcess:
+    def worker(self) -> WorkerProcess:
         """A live worker, started where there is none."""
         with self.lock:
             if self._worker is not None and not self._worker.alive:
                 self._worker.stop(0)
                 self._worker = None
             if self._worker is None:
-                self._worker = _WorkerProcess()
+                self._worker = WorkerProcess()
             return self._worker
 
     def wait_for_turn(self) -> None:
@@ -247,10 +88,10 @@ class _Trainer:
 
     def raise_unseen(self) -> None:
         """Raise the failure of an earlier save that nobody asked about."""
-        unseen = [response for response in self._failed if not response._asked]
+        unseen = [response for response in self._failed if not response.asked]
         self._failed = []
         for response in unseen:
-            error = response._future.exception()
+            error = response.future.exception()
             assert error is not None
             raise error
 
@@ -265,9 +106,9 @@ class _Trainer:
     def finish(self) -> None:
         """At exit, when no join thread is left: tell what nobody has seen, and let the worker end."""
         for response in self._failed:
-            if not response._asked:
-                error = response._future.exception()
-                log_message(logging.ERROR, f"the save to {response._checkpoint} failed and nobody asked: {error}")
+            if not response.asked:
+                error = response.future.exception()
+                log_message(logging.ERROR, f"the save to {response.checkpoint} failed and nobody asked: {error}")
         if self._worker is not None:
             self._worker.stop(10.0)
             self._worker = None
@@ -420,11 +261,11 @@ class _Call:
         thread.start()
         _trainer.take_off(response, thread)
         if failure is not None:
-            response._asked = True
+            response.asked = True
             raise failure
         return response
 
-    def _stage(self, worker: _WorkerProcess) -> _Stage:
+    def _stage(self, worker: WorkerProcess) -> _Stage:
         self._planner.configure_planner(with_copied_values(self._state_dict), self._context)
         planner_key = self._planner.cache_key() if self._context.collective else None
         key = None if planner_key is None else plan_key(self._writer, self._planner, planner_key)
@@ -490,7 +331,7 @@ class _Flight:
 
     def __init__(
         self,
-        worker: _WorkerProcess,
+        worker: WorkerProcess,
         job: Job,
         exit_deadline: float,
         response: AsyncSaveResponse,
@@ -537,9 +378,9 @@ class _Flight:
             metadata = self._await()
         except BaseException as error:  # noqa: BLE001  # for whoever asks
             _trainer.landed(self._response, error)
-            self._response._future.set_exception(error)
+            self._response.future.set_exception(error)
             return
-        self._response._future.set_result(metadata)
+        self._response.future.set_result(metadata)
         if self._callback is not None:
             try:
                 self._callback()
@@ -592,7 +433,7 @@ class _Flight:
             if time.monotonic() > deadline:
                 log_message(
                     logging.ERROR,
-                    f"the save to {self._response._checkpoint} did not land within {self._exit_deadline:.0f} s of the "
+                    f"the save to {self._response.checkpoint} did not land within {self._exit_deadline:.0f} s of the "
                     "script's end; it is given up",
                 )
                 self._worker.kill()
