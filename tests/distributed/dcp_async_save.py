@@ -249,23 +249,6 @@ def test_ranks_whose_caches_fell_apart_plan_again_and_hit_after_that(
     assert ranks.gather(save(5.0)) == [0] * 4
 
 
-@pytest.mark.parametrize("mode", TOGETHER)
-def test_a_new_worker_starts_from_the_trainers_plans(ranks: Job, folder: Path, tmp_path: Path, mode: str) -> None:
-    """On one rank: the others' workers stay, and with gloo all of them meet in a group of their own again."""
-    planner = ToldPlanner(tmp_path / "log")
-    landed(ranks, hpdcp.async_save(state_of(ranks), checkpoint_id=folder / "1", planner=planner, **MODES[mode]))
-    told = planner.told()
-    if ranks.rank == 2:
-        kill_worker()
-    state = state_of(ranks, scale=2.0)
-    with _ports_beside_the_masters_taken(ranks):
-        response = hpdcp.async_save(state, checkpoint_id=folder / "2", planner=planner, **MODES[mode])
-        spoil(state)
-        landed(ranks, response)
-    assert planner.told() == told
-    check(ranks, folder / "2", 2.0)
-
-
 def _ports_beside_the_masters_taken(job: Job) -> ExitStack:
     taken = ExitStack()
     if job.rank == 0:
@@ -282,27 +265,38 @@ def _ports_beside_the_masters_taken(job: Job) -> ExitStack:
 
 
 @pytest.mark.parametrize("mode", TOGETHER)
-def test_a_worker_killed_in_the_middle_fails_the_save_on_all_ranks_soon(ranks: Job, folder: Path, mode: str) -> None:
-    landed(ranks, hpdcp.async_save(state_of(ranks), checkpoint_id=folder / "it", **MODES[mode]))
+def test_a_worker_killed_in_the_middle_fails_the_save_on_all_ranks_soon_and_is_replaced(
+    ranks: Job, folder: Path, tmp_path: Path, mode: str
+) -> None:
+    """The new one starts from its trainer's plans; with gloo, all meet in another group."""
+    planner = ToldPlanner(tmp_path / "log")
+    landed(ranks, hpdcp.async_save(state_of(ranks), checkpoint_id=folder / "it", planner=planner, **MODES[mode]))
+    told = planner.told()
     if ranks.rank == 2:
         workers_of()[0].send_signal(signal.SIGSTOP)
     ranks.barrier()
-    response = hpdcp.async_save(state_of(ranks, scale=2.0), checkpoint_id=folder / "it", **MODES[mode])
+    lost = state_of(ranks, scale=2.0)
+    response = hpdcp.async_save(lost, checkpoint_id=folder / "it", planner=planner, **MODES[mode])
     with pytest.raises(WaitTimeoutError, match="goes on"):
         response.get_result(0.2)
     assert not response.done()
     assert not hpdcp.wait_for_saves(0.01)
     ranks.barrier()
     if ranks.rank == 2:
-        workers_of()[0].kill()
+        kill_worker()
     errors = ranks.errors(lambda: response.get_result(20.0))
     expected: list[type] = [PeerLostError, PeerLostError, WorkerDiedError, PeerLostError]
     assert [type(error) for error in errors] == expected, errors
     assert "signal 9" in str(errors[2])
     ranks.barrier()
     check(ranks, folder / "it", 1.0)
-    landed(ranks, hpdcp.async_save(state_of(ranks, scale=3.0), checkpoint_id=folder / "it", **MODES[mode]))
+    state = state_of(ranks, scale=3.0)
+    with _ports_beside_the_masters_taken(ranks):
+        response = hpdcp.async_save(state, checkpoint_id=folder / "it", planner=planner, **MODES[mode])
+        spoil(state)
+        landed(ranks, response)
     check(ranks, folder / "it", 3.0)
+    assert planner.told() == told
     ranks.barrier()
     assert _mailboxes(folder / "it") == []
 
@@ -365,6 +359,7 @@ def test_a_failure_that_nobody_asked_about_raises_in_the_next_call(ranks: Job, f
     assert [type(error) for error in errors] == [ReplicaMismatchError] * 4, errors
     ranks.barrier()
     assert not (folder / "next").exists()
+    ranks.barrier()
     landed(ranks, hpdcp.async_save(state_of(ranks), checkpoint_id=folder / "next", **MODES[mode]))
     check(ranks, folder / "next", 1.0)
 
@@ -408,6 +403,7 @@ def test_a_save_of_one_rank_alone_does_not_put_the_others_out_of_step(ranks: Job
         state = state_of(ranks, scale=turn)
         landed(ranks, hpdcp.async_save(state, checkpoint_id=folder / "apart", use_collectives=False))
         check(ranks, folder / "apart", turn)
+        ranks.barrier()
 
 
 def test_messages_of_a_crashed_attempt_are_never_read_and_go_with_the_next_save(ranks: Job, folder: Path) -> None:

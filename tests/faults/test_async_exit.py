@@ -159,26 +159,3 @@ def test_a_script_whose_peers_are_gone_ends_after_the_deadline_and_publishes_not
     assert ended - float(done.stdout) < 10
     assert not (tmp_path / "ckpt" / ".metadata").exists()
     assert not list((tmp_path / "ckpt").glob("_rank*"))
-
-
-def test_a_handler_of_sigterm_can_wait_for_the_save(tmp_path: Path) -> None:
-    done = run(
-        tmp_path / "job",
-        """
-        import os, signal, sys, threading, time, torch, hpdcp
-
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        state, step = {"w": torch.arange(1000.0)}, 0
-        while not stop.is_set():
-            step += 1
-            hpdcp.async_save(state, checkpoint_id=sys.argv[1])
-            if step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-        print(hpdcp.wait_for_saves(60), flush=True)
-        os._exit(0)
-        """,
-        str(tmp_path / "ckpt"),
-    )
-    assert done.stdout == "True\n", done.stderr
-    check(tmp_path / "ckpt")
