@@ -82,7 +82,7 @@ class _Trainer:
         """Note the save that is in flight now."""
         self._flying = (response, thread)
 
-    def landed(self, response: AsyncSaveResponse, error: BaseException) -> None:
+    def landed_badly(self, response: AsyncSaveResponse) -> None:
         """Note a failure, until somebody has seen it."""
         self._failed.append(response)
 
@@ -377,7 +377,7 @@ class _Flight:
         try:
             metadata = self._await()
         except BaseException as error:  # noqa: BLE001  # for whoever asks
-            _trainer.landed(self._response, error)
+            _trainer.landed_badly(self._response)
             self._response.future.set_exception(error)
             return
         self._response.future.set_result(metadata)

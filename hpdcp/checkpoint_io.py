@@ -98,7 +98,7 @@ class SafetensorsLayout(Layout):
         names = file.naming.names(file.suffix, file.part)
         for position, (key, exclusive) in enumerate(names):
             try:
-                backend.write(key, file.pieces(key), size=file.size, exclusive=exclusive and backend.conditional_create)
+                backend.write(key, file.pieces(), size=file.size, exclusive=exclusive and backend.conditional_create)
             except KeyExistsError:
                 if position == len(names) - 1:
                     raise
@@ -200,7 +200,7 @@ class _DataFile:
         """crc32c of the first bytes."""
         return crc32c.crc32c(self._header[0][:HEAD_BYTES])
 
-    def pieces(self, key: str) -> Iterator[memoryview]:
+    def pieces(self) -> Iterator[memoryview]:
         """The file's bytes in order, checksummed as they go by."""
         yield memoryview(self._header[0])
         for extent in self._extents:

@@ -77,7 +77,7 @@ class Problems:
             raise (next(iter(found)).error if len(found) == 1 else LoadMismatchError)("; ".join(lines))
 
 
-def listed(parts: Sequence[str], *, most: int = _MOST_NAMED) -> str:
+def listed(parts: Sequence[str], *, most: int = _MOST_NAMED, separator: str = ", ") -> str:
     """The parts as text, the first few spelled out."""
-    more = f", and {len(parts) - most} more" if len(parts) > most else ""
-    return ", ".join(parts[:most]) + more
+    more = f"{separator}and {len(parts) - most} more" if len(parts) > most else ""
+    return separator.join(parts[:most]) + more

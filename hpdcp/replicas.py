@@ -18,6 +18,7 @@ from hpdcp.container import pack_columns, unpack_columns
 from hpdcp.errors import ReplicaMismatchError, StateDictError
 from hpdcp.geometry import Box, intersect, missing
 from hpdcp.metadata import Metadata, StorageTable
+from hpdcp.mismatches import listed
 from hpdcp.names import MergedNames, merge_names
 from hpdcp.planner import SavePlan
 from hpdcp.storage import WholePlan, WriteResults, join_results
@@ -227,7 +228,7 @@ def _check_holes(entries: EntryTable, chunks: ChunkTable) -> None:
             holes.append(f"{entries.fqns[row]!r} of shape {list(shape)} lacks {list(hole.offsets)} to {list(stop)}")
     if holes:
         raise StateDictError(
-            f"no rank holds all of {len(holes)} tensors: {_list(holes)}. "
+            f"no rank holds all of {len(holes)} tensors: {listed(holes, most=_MOST_NAMED, separator='; ')}. "
             "Every rank of a tensor's mesh must save, with its shard."
         )
 
@@ -334,10 +335,9 @@ def check_left_out(metadata: Metadata, left_out: Sequence[SavePlan | None]) -> N
             if missing(Box(item.index.offsets, item.index.sizes), [Box(*metadata.chunks.box(r)) for r in rows]):
                 lost.append(f"{item.index.fqn!r} (rank {rank})")
     if lost:
-        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
         raise StateDictError(
             f"the state of some ranks has changed since the last save, and what they wrote then was staged by no other "
-            f"rank: {', '.join(lost[:_MOST_NAMED])}{more}. Nothing was published; the next save stages all of it."
+            f"rank: {listed(lost, most=_MOST_NAMED)}. Nothing was published; the next save stages all of it."
         )
 
 
@@ -374,14 +374,10 @@ def check_replicas(whole: WholePlan, storage: StorageTable, reports: Sequence[Re
     for row in np.flatnonzero(wrong).tolist():
         entry = int(whole.metadata.chunks.entry[int(stored[row])])
         named.setdefault(whole.metadata.entries.fqns[entry], []).append(int(ranks[row]))
-    listed = [f"{fqn!r} (rank {', '.join(map(str, who[:4]))})" for fqn, who in named.items()]
+    keys = [f"{fqn!r} (rank {', '.join(map(str, who[:4]))})" for fqn, who in named.items()]
     raise ReplicaMismatchError(
-        f"{len(named)} keys are not the same on all ranks: {_list(listed)} differ from the rank that writes them. "
+        f"{len(named)} keys are not the same on all ranks: {listed(keys, most=_MOST_NAMED, separator='; ')} differ "
+        "from the rank that writes them. "
         "Mark state that differs on every rank with PerRank, synchronise what should be equal, or set "
         "check_replicas=off."
     )
-
-
-def _list(parts: Sequence[str]) -> str:
-    more = f"; and {len(parts) - _MOST_NAMED} more" if len(parts) > _MOST_NAMED else ""
-    return "; ".join(parts[:_MOST_NAMED]) + more
