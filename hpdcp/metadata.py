@@ -37,6 +37,8 @@ MOST_RANKS: Final = 1 << 20
 """Ranks that a checkpoint may say it was saved by; a forged number must not decide how much memory a load takes."""
 HEAD_BYTES: Final = 4096
 """How much of a data file's start its mark covers: enough for the attempt id that its header begins with."""
+NO_CHECKSUMS: Final = "none"
+"""The setting `checksums` where nobody recorded any: then no extent has one, instead of one for each block."""
 
 _ALIAS: Final = int(EntryKind.ALIAS)
 """A number, since looking up a member and comparing it with numpy's takes 5 us, several times for every tensor."""
@@ -96,7 +98,7 @@ class StorageInfo:
     length: int
     """In bytes."""
     checksums: tuple[int, ...]
-    """crc32c of each block of `BLOCK_BYTES`."""
+    """crc32c of each block of `BLOCK_BYTES`; empty where none were recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +223,23 @@ class Metadata:
     storage: StorageTable = field(default_factory=StorageTable.empty)
     """Row for row with `chunks`; empty until the data is written."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Small facts: `world_size`, `attempt`, `layout`, and for one rank's part `rank`, `run`, `ordinal`."""
+    """Small facts: `world_size`, `attempt`, `layout`, and for one rank's part `rank`, `run`, `ordinal`. Of files that
+    something else wrote: `origin`, and `checksums` where none were recorded."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks that saved."""
         return int(self.settings.get("world_size", "1"))
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether checksums were recorded: hpdcp always does, other writers of weights do not."""
+        return self.settings.get("checksums") != NO_CHECKSUMS
+
+    @property
+    def origin(self) -> str:
+        """Who wrote the files; empty: hpdcp itself."""
+        return self.settings.get("origin", "")
 
     @property
     def state_dict_metadata(self) -> Mapping[str, EntryMetadata]:
@@ -361,7 +374,7 @@ class Metadata:
             (storage.offset > sizes - storage.length).any()
         ):
             raise ValueError("an extent reaches beyond its file")
-        blocks = -(-storage.length // BLOCK_BYTES)
+        blocks = -(-storage.length // BLOCK_BYTES) * int(self.has_checksums)
         if bool((storage.crc_ends - starts_of(storage.crc_ends) != blocks).any()):
             raise ValueError("an extent has another number of checksums than blocks")
         self._check_entries()
