@@ -20,13 +20,13 @@ import torch
 
 from hpdcp import device
 from hpdcp.backend import Backend, ByteRange
-from hpdcp.container import MAX_HEADER_BYTES, TensorEntry, build_header
+from hpdcp.container import MAX_HEADER_BYTES, TORCH_NAMES, TensorEntry, build_header
 from hpdcp.errors import CorruptCheckpointError, KeyExistsError, UnsupportedTypeError
 from hpdcp.geometry import Box
 from hpdcp.layout import FileNaming, Layout, Verify
 from hpdcp.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata, StorageInfo
 from hpdcp.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from hpdcp.read_engine import BoxRead, Checker, read_boxes
+from hpdcp.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents
 from hpdcp.storage import FileRecord, WriteResult, WriteResults
 from hpdcp.tables import EntryKind
 
@@ -37,15 +37,8 @@ PIECE_BYTES: Final = 16 << 20
 """Host memory that one copy of a part of a tensor takes, where its own memory cannot be written as it is."""
 
 _SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
-    found: name
-    for torch_name, name in {
-        "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
-        "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-        "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    }.items()
-    if (found := getattr(torch, torch_name, None)) is not None
-}  # fmt: skip
+    found: name for name, torch_name in TORCH_NAMES.items() if (found := getattr(torch, torch_name, None)) is not None
+}
 """What safetensors can name and torch shapes the same way; all others are stored as U8, one dimension deeper."""
 
 
@@ -108,47 +101,49 @@ class SafetensorsLayout(Layout):
         raise AssertionError("unreachable: the last name either is written or raises")
 
     def check(self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem]) -> None:
-        storage = metadata.storage
-        for file in sorted({int(storage.file[item.storage_row]) for item in items}):
-            key, expected = storage.file_names[file], int(storage.file_sizes[file])
-            size = backend.size(key)
-            if size != expected:
-                raise CorruptCheckpointError(
-                    f"{key!r} in {backend.url} is {size} bytes long, recorded were {expected}: it was truncated or "
-                    "replaced. Load another checkpoint."
-                )
-            head = bytearray(min(size, HEAD_BYTES))
-            backend.read_ranges(key, [ByteRange(0, len(head))], [memoryview(head)])
-            if crc32c.crc32c(head) != int(storage.file_marks[file]):
-                raise CorruptCheckpointError(
-                    f"{key!r} in {backend.url} does not begin as the file that was committed: it is damaged, or was "
-                    "swapped for another save's. Load another checkpoint."
-                )
+        files = sorted({int(metadata.storage.file[item.storage_row]) for item in items})
+        for_each_file(backend, lambda file: _check_file(backend, metadata, file), files)
 
     def read(
         self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planner: LoadPlanner, verify: Verify
     ) -> None:
-        checked = verify is Verify.ALWAYS or (verify is Verify.AUTO and backend.remote)
+        wanted = verify is Verify.ALWAYS or (verify is Verify.AUTO and backend.remote)
+        checked = wanted and metadata.has_checksums
         checker = Checker(backend, partial_blocks=verify is Verify.ALWAYS) if checked else None
-        tensors: list[tuple[ReadItem, BoxRead]] = []
-        for item in items:
-            stored = metadata.storage_info(item.storage_row)
-            if item.kind is EntryKind.OBJECT:
-                data = bytearray(stored.length)
-                backend.read_ranges(stored.key, [ByteRange(stored.offset, stored.length)], [memoryview(data)])
-                # Small and decoded by code: always checked, whatever `verify` says of bulk data.
-                (checker or Checker(backend, partial_blocks=False)).check(
-                    stored, item.dest_index.fqn, 0, memoryview(data)
-                )
-                planner.apply_bytes(item, bytes(data))
-            else:
-                tensors.append((item, _box_read(metadata, stored, item, planner)))
-        read_boxes(backend, [read for _, read in tensors], checker)
-        for item, read in tensors:
+        objects = [item for item in items if item.kind is EntryKind.OBJECT]
+        stored = [metadata.storage_info(item.storage_row) for item in objects]
+        for item, extent, data in zip(objects, stored, read_extents(backend, stored), strict=True):
+            # Small and decoded by code: always checked, whatever `verify` says of bulk data.
+            (checker or Checker(backend, partial_blocks=False)).check(extent, item.dest_index.fqn, 0, memoryview(data))
+            planner.apply_bytes(item, bytes(data))
+        tensors = [item for item in items if item.kind is not EntryKind.OBJECT]
+        reads = [_box_read(metadata, item, planner) for item in tensors]
+        read_boxes(backend, reads, checker)
+        for item, read in zip(tensors, reads, strict=True):
             planner.apply_tensor(item, read.target)
 
 
-def _box_read(metadata: Metadata, stored: StorageInfo, item: ReadItem, planner: LoadPlanner) -> BoxRead:
+def _check_file(backend: Backend, metadata: Metadata, file: int) -> None:
+    """Raise unless the data file has the length, and the first bytes, that were recorded."""
+    storage = metadata.storage
+    key, expected = storage.file_names[file], int(storage.file_sizes[file])
+    size = backend.size(key)
+    if size != expected:
+        raise CorruptCheckpointError(
+            f"{key!r} in {backend.url} is {size} bytes long, recorded were {expected}: it was truncated or replaced. "
+            "Load another checkpoint."
+        )
+    head = bytearray(min(size, HEAD_BYTES))
+    backend.read_ranges(key, [ByteRange(0, len(head))], [memoryview(head)])
+    if crc32c.crc32c(head) != int(storage.file_marks[file]):
+        raise CorruptCheckpointError(
+            f"{key!r} in {backend.url} does not begin as the file that was committed: it is damaged, or was swapped "
+            "for another save's. Load another checkpoint."
+        )
+
+
+def _box_read(metadata: Metadata, item: ReadItem, planner: LoadPlanner) -> BoxRead:
+    stored = metadata.storage_info(item.storage_row)
     entry = int(metadata.chunks.entry[item.storage_row])
     _, sizes = metadata.chunks.box(item.storage_row)
     fqn, name = item.dest_index.fqn, metadata.entries.dtype(entry)

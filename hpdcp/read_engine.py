@@ -1,16 +1,21 @@
 """Boxes of stored chunks into local tensors: one engine for every backend.
 
-Reads go file by file, in the order of the bytes. Whatever lies in one run in the file and in the target, in one dtype
-and on the host, is read straight into the target's memory; everything else passes through a map of the file where the
-backend has one, or through a buffer of at most `SLAB_BYTES`.
+Boxes become pieces, in the order of the files' bytes. A piece that lies in one run in the file and in the target, in
+one dtype and on the host, is read straight into the target's memory; any other passes through a map of the file where
+the backend has one, or through memory of the engine's own. Pieces of one file are asked for together, so that the
+backend can fetch them at once and join what lies close. Across a network a window of at most `SLAB_BYTES` is asked for
+at a time, several windows at once: while one is checked and copied, others are on their way.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
 
 import crc32c
 import numpy as np
@@ -23,9 +28,17 @@ from hpdcp.geometry import Box, flat_start, is_contiguous, row_runs
 from hpdcp.metadata import BLOCK_BYTES, StorageInfo
 
 SLAB_BYTES = 32 << 20
-"""Most host memory that one read through a buffer takes."""
+"""Most host memory that a window takes which passes through memory of the engine's own; a multiple of BLOCK_BYTES."""
 _LONG_RUN_BYTES = 64 << 10
 """From here on a run is worth a request of its own, even where the file could be mapped."""
+_WINDOWS_AT_ONCE: Final = 4
+"""Windows on their way across a network; with requests of 8 MiB that makes 16 of them."""
+_FILES_AT_ONCE: Final = 16
+"""Small requests on their way across a network."""
+_ALIGNMENT: Final = 64
+
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +70,10 @@ class Checker:
         """Check `data`, which is what the extent holds from byte `start` of it on.
 
         Blocks that `data` holds in full are compared; with `partial_blocks`, the others it touches are read for it.
+        An extent without checksums, in a file of another writer, passes.
         """
+        if not stored.checksums:
+            return
         stop = start + len(data)
         for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, stored.length)
@@ -80,6 +96,18 @@ class Checker:
             self._checked.add((stored.key, stored.offset, block))
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A run of a file, and what is done with it."""
+
+    read: BoxRead
+    range: ByteRange
+    into: memoryview | None
+    """The target's own memory; None where the bytes take a detour."""
+    deliver: Callable[[torch.Tensor], None] | None = None
+    """Puts the run, as a flat tensor of the stored dtype, where it belongs."""
+
+
 def read_boxes(backend: Backend, reads: Sequence[BoxRead], checker: Checker | None) -> None:
     """Fill every target.
 
@@ -88,68 +116,189 @@ def read_boxes(backend: Backend, reads: Sequence[BoxRead], checker: Checker | No
         StorageError: the store failed; targets are undefined.
     """
     in_file_order = sorted(reads, key=lambda read: (read.stored.key, read.stored.offset, read.box.offsets))
-    for key, group in itertools.groupby(in_file_order, key=lambda read: read.stored.key):
-        straight: list[tuple[BoxRead, ByteRange, memoryview]] = []
-        others: list[BoxRead] = []
-        for read in group:
-            pieces = _straight_pieces(read)
-            if pieces is None:
-                others.append(read)
+    pieces = (piece for read in in_file_order for piece in _pieces(read, cut=backend.remote))
+    windows = list(_windows(pieces, bounded=backend.remote))
+    workers = min(_WINDOWS_AT_ONCE if backend.remote else 1, len(windows))
+    rest = iter(windows)
+    lock = threading.Lock()
+    failed = threading.Event()
+
+    def work(_: int) -> None:
+        window_reader = _WindowReader(backend, checker)
+        while not failed.is_set():
+            with lock:
+                window = next(rest, None)
+            if window is None:
+                return
+            try:
+                window_reader.read(window)
+            except BaseException:
+                failed.set()
+                raise
+
+    in_parallel(work, range(workers), threads=workers)
+
+
+def read_extents(backend: Backend, extents: Sequence[StorageInfo]) -> list[bytearray]:
+    """The bytes of each extent; small ones, since all are held at once.
+
+    Raises:
+        StorageError: the store failed, or a file is shorter than recorded.
+    """
+    found = [bytearray(stored.length) for stored in extents]
+    by_key: dict[str, list[int]] = {}
+    for position, stored in enumerate(extents):
+        by_key.setdefault(stored.key, []).append(position)
+
+    def read(key: str) -> None:
+        positions = by_key[key]
+        ranges = [ByteRange(extents[position].offset, extents[position].length) for position in positions]
+        backend.read_ranges(key, ranges, [memoryview(found[position]) for position in positions])
+
+    for_each_file(backend, read, list(by_key))
+    return found
+
+
+def for_each_file(backend: Backend, action: Callable[[_Given], _Made], files: Sequence[_Given]) -> list[_Made]:
+    """`action` on each of `files`, several at once where each one costs a journey across a network."""
+    return in_parallel(action, files, threads=_FILES_AT_ONCE if backend.remote else 1)
+
+
+def in_parallel(action: Callable[[_Given], _Made], given: Sequence[_Given], *, threads: int) -> list[_Made]:
+    """`action` on each of `given`, in order where one thread does it; the first failure is raised."""
+    if threads <= 1 or len(given) <= 1:
+        return [action(one) for one in given]
+    with ThreadPoolExecutor(min(threads, len(given)), "hpdcp-read") as pool:
+        try:
+            return list(pool.map(action, given))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _WindowReader:
+    """Reads windows one after another in one memory for detours, since fresh memory costs more than the copy does."""
+
+    def __init__(self, backend: Backend, checker: Checker | None) -> None:
+        self._backend = backend
+        self._checker = checker
+        self._memory = np.empty(0, np.uint8)
+
+    def read(self, window: Sequence[_Piece]) -> None:
+        """Fill the targets of pieces of one file."""
+        key = window[0].read.stored.key
+        asked: list[tuple[_Piece, memoryview]] = []
+        detours: list[_Piece] = []
+        for piece in window:
+            if piece.into is not None:
+                asked.append((piece, piece.into))
+            elif (mapped := self._backend.map_range(key, piece.range)) is not None:
+                self._finish(piece, mapped)
             else:
-                straight += [(read, *piece) for piece in pieces]
-        if straight:
-            backend.read_ranges(key, [range_ for _, range_, _ in straight], [into for _, _, into in straight])
-            if checker is not None:
-                for read, range_, into in straight:
-                    checker.check(read.stored, read.fqn, range_.offset - read.stored.offset, into)
-        for read in others:
-            _read_through(backend, read, checker)
+                detours.append(piece)
+        asked += zip(detours, self._places([piece.range.length for piece in detours]), strict=True)
+        if asked:
+            self._backend.read_ranges(key, [piece.range for piece, _ in asked], [view for _, view in asked])
+        for piece, view in asked:
+            self._finish(piece, view)
+
+    def _places(self, lengths: Sequence[int]) -> list[memoryview]:
+        rounded = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
+        if sum(rounded) > len(self._memory):
+            self._memory = np.empty(sum(rounded), np.uint8)
+        whole = self._memory.data
+        starts = np.cumsum([0, *rounded]).tolist()
+        return [whole[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+
+    def _finish(self, piece: _Piece, view: memoryview) -> None:
+        if self._checker is not None:
+            stored = piece.read.stored
+            self._checker.check(stored, piece.read.fqn, piece.range.offset - stored.offset, view)
+        if piece.deliver is not None:
+            piece.deliver(_typed(view, piece.read.dtype))
 
 
-def _straight_pieces(read: BoxRead) -> list[tuple[ByteRange, memoryview]] | None:
-    """The runs of the file that can be read straight into the target; None where it takes a detour."""
+def _windows(pieces: Iterable[_Piece], *, bounded: bool) -> Iterator[list[_Piece]]:
+    """Pieces of one file that are read together: with at most `SLAB_BYTES` of detours, or of anything if `bounded`."""
+    window: list[_Piece] = []
+    held = 0
+    for piece in pieces:
+        counted = piece.range.length if bounded or piece.into is None else 0
+        if window and (held + counted > SLAB_BYTES or piece.read.stored.key != window[0].read.stored.key):
+            yield window
+            window, held = [], 0
+        window.append(piece)
+        held += counted
+    if window:
+        yield window
+
+
+def _pieces(read: BoxRead, *, cut: bool) -> Iterator[_Piece]:
+    """What to read for one box, in the order of the file; with `cut`, none of it longer than `SLAB_BYTES`."""
     target = read.target
-    if target.dtype != read.dtype or not device.is_host(target) or not target.is_contiguous():
-        return None
-    if target.is_conj() or target.is_neg():
-        return None
-    itemsize = read.dtype.itemsize
-    memory = device.host_bytes(target)
+    plain = target.is_contiguous() and target.dtype == read.dtype and not (target.is_conj() or target.is_neg())
+    memory = device.host_bytes(target) if plain and device.is_host(target) else None
     if is_contiguous(read.box, read.sizes):
-        start = read.stored.offset + flat_start(read.box, read.sizes) * itemsize
-        return [(ByteRange(start, len(memory)), memory)] if len(memory) else []
-    starts, elements = row_runs(read.box, read.sizes)
-    run = elements * itemsize
-    if run < _LONG_RUN_BYTES:
-        return None
-    return [
-        (ByteRange(read.stored.offset + start * itemsize, run), memory[i * run : (i + 1) * run])
-        for i, start in enumerate(starts.tolist())
-    ]
+        if memory is not None:
+            for range_, start in _cuts(read) if cut else [_whole(read)]:
+                yield _Piece(read, range_, memory[start : start + range_.length])
+            return
+        if target.is_contiguous():
+            flat = target.detach().view(-1)
+            for range_, start in _cuts(read):
+                part = flat.narrow(0, start // read.dtype.itemsize, range_.length // read.dtype.itemsize)
+                yield _Piece(read, range_, None, partial(device.copy_into, part))
+            return
+    elif memory is not None:
+        starts, elements = row_runs(read.box, read.sizes)
+        run = elements * read.dtype.itemsize
+        if run >= _LONG_RUN_BYTES:
+            for i, first in enumerate(starts.tolist()):
+                range_ = ByteRange(read.stored.offset + first * read.dtype.itemsize, run)
+                yield _Piece(read, range_, memory[i * run : (i + 1) * run])
+            return
+    yield from _slab_pieces(read)
 
 
-def _read_through(backend: Backend, read: BoxRead, checker: Checker | None) -> None:
-    """Read slab by slab, each the span from its first element to its last, and copy what is wanted out of it."""
+def _whole(read: BoxRead) -> tuple[ByteRange, int]:
+    """The one run that a contiguous box is, and 0, its place in the target."""
+    itemsize = read.dtype.itemsize
+    start = read.stored.offset + flat_start(read.box, read.sizes) * itemsize
+    return ByteRange(start, read.box.volume * itemsize), 0
+
+
+def _cuts(read: BoxRead) -> Iterator[tuple[ByteRange, int]]:
+    """The run of a contiguous box in parts of at most `SLAB_BYTES`, and each one's place in the target.
+
+    Cut where blocks end, so that every block of the run is in one part and can be checked.
+    """
+    whole, _ = _whole(read)
+    most = max(SLAB_BYTES // read.dtype.itemsize, 1) * read.dtype.itemsize
+    begin = whole.offset - read.stored.offset
+    position = begin
+    while position < begin + whole.length:
+        stop = min((position // most + 1) * most, begin + whole.length)
+        yield ByteRange(read.stored.offset + position, stop - position), position - begin
+        position = stop
+
+
+def _slab_pieces(read: BoxRead) -> Iterator[_Piece]:
+    """Slab by slab, each the span from its first element to its last."""
     itemsize = read.dtype.itemsize
     strides = _row_major(read.sizes)
     for slab in _slabs(read.box, strides, max(1, SLAB_BYTES // itemsize)):
-        first = flat_start(slab, read.sizes)
         elements = _span(slab, strides)
-        if elements == 0:
-            continue
-        range_ = ByteRange(read.stored.offset + first * itemsize, elements * itemsize)
-        view = backend.map_range(read.stored.key, range_)
-        if view is None:
-            view = memoryview(bytearray(range_.length))
-            backend.read_ranges(read.stored.key, [range_], [view])
-        if checker is not None:
-            checker.check(read.stored, read.fqn, first * itemsize, view)
-        source = _typed(view, read.dtype).as_strided(slab.sizes, strides)
-        begin = tuple(a - b for a, b in zip(slab.offsets, read.box.offsets, strict=True))
-        target = read.target
-        for axis, (start, size) in enumerate(zip(begin, slab.sizes, strict=True)):
-            target = target.narrow(axis, start, size)
-        device.copy_into(target, source)
+        if elements:
+            start = read.stored.offset + flat_start(slab, read.sizes) * itemsize
+            yield _Piece(read, ByteRange(start, elements * itemsize), None, partial(_take_slab, read, slab, strides))
+
+
+def _take_slab(read: BoxRead, slab: Box, strides: tuple[int, ...], elements: torch.Tensor) -> None:
+    """Copy what is wanted of a slab's span into its place in the target."""
+    target = read.target
+    for axis, (begin, start, size) in enumerate(zip(read.box.offsets, slab.offsets, slab.sizes, strict=True)):
+        target = target.narrow(axis, start - begin, size)
+    device.copy_into(target, elements.as_strided(slab.sizes, strides))
 
 
 def _typed(view: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -19,7 +21,7 @@ from hpdcp.backend import Backend, ByteRange, KeyInfo, checked_buffers
 from hpdcp.errors import CorruptCheckpointError, KeyNotFoundError, KeyTruncatedError
 from hpdcp.geometry import Box
 from hpdcp.metadata import BLOCK_BYTES, StorageInfo
-from hpdcp.read_engine import BoxRead, Checker, read_boxes
+from hpdcp.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents
 
 KEY = "_rank0_.safetensors"
 
@@ -216,7 +218,8 @@ def test_a_column_passes_each_byte_of_its_rows_once_and_in_bounded_pieces(
     read_boxes(backend, [read], None)
     assert torch.equal(target, chunk[:, 4:6])
     assert all(asked.length <= 400 for asked in backend.asked)
-    assert all(a.stop <= b.offset for a, b in zip(backend.asked, backend.asked[1:], strict=False))
+    in_order = sorted(backend.asked, key=lambda asked: asked.offset)
+    assert all(a.stop <= b.offset for a, b in itertools.pairwise(in_order))
     assert sum(asked.length for asked in backend.asked) <= len(backend.data)
 
 
@@ -269,3 +272,74 @@ def test_a_file_that_is_short_or_lost_is_an_error_of_the_store() -> None:
     lost = BoxRead("w", StorageInfo("gone", 0, 40, (0,)), torch.float32, (10,), Box((0,), (10,)), torch.zeros(10))
     with pytest.raises(KeyNotFoundError):
         read_boxes(MemoryBackend(raw, maps=False), [lost], None)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+@pytest.mark.parametrize("maps", [False, True])
+def test_every_block_that_arrives_whole_is_checked_whatever_way_it_takes(
+    dtype: torch.dtype, maps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_engine, "SLAB_BYTES", BLOCK_BYTES)
+    raw = bytes(4 * BLOCK_BYTES + 99)
+    begin = BLOCK_BYTES // 2
+
+    def read(position: int) -> None:
+        backend = MemoryBackend(damaged(raw, position), maps=maps)
+        box = Box((begin,), (len(raw) - begin,))
+        target = torch.zeros(box.sizes, dtype=dtype)
+        read_boxes(
+            backend,
+            [BoxRead("w", stored_as(raw, 0), torch.uint8, (len(raw),), box, target)],
+            Checker(backend, partial_blocks=False),
+        )
+
+    read(BLOCK_BYTES - 1)  # of the first block only a part arrives
+    for position in (BLOCK_BYTES, 3 * BLOCK_BYTES - 1, 3 * BLOCK_BYTES, len(raw) - 1):
+        with pytest.raises(CorruptCheckpointError):
+            read(position)
+
+
+class MeetingBackend(MemoryBackend):
+    """Answers only when as many requests are under way as there are expected to be."""
+
+    def __init__(self, data: bytes, together: int) -> None:
+        super().__init__(data, maps=False)
+        self.meeting = threading.Barrier(together)
+
+    def read_ranges(self, key: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
+        self.meeting.wait(timeout=30)
+        super().read_ranges(key, ranges, into)
+
+
+def test_windows_are_fetched_several_at_once_across_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_engine, "SLAB_BYTES", 1000)
+    raw = np.random.default_rng(5).bytes(4000)
+    target = torch.zeros(4000, dtype=torch.uint8)
+    backend = MeetingBackend(raw, together=4)
+    read_boxes(backend, [BoxRead("w", stored_as(raw, 0), torch.uint8, (4000,), Box((0,), (4000,)), target)], None)
+    assert bits(target) == raw
+    assert sorted(asked.length for asked in backend.asked) == [1000] * 4
+
+
+def test_files_are_looked_at_several_at_once_across_a_network() -> None:
+    met = threading.Barrier(8)
+    answers = for_each_file(MemoryBackend(b"", maps=False), lambda file: (met.wait(timeout=30), file)[1], range(8))
+    assert answers == list(range(8))
+
+
+def test_after_a_failure_no_further_window_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_engine, "SLAB_BYTES", 10)
+    raw = bytes(10_000)
+    backend = MemoryBackend(raw[:5], maps=False)
+    target = torch.zeros(10_000, dtype=torch.uint8)
+    with pytest.raises(KeyTruncatedError):
+        read_boxes(
+            backend, [BoxRead("w", stored_as(raw, 0), torch.uint8, (10_000,), Box((0,), (10_000,)), target)], None
+        )
+    assert len(backend.asked) <= 8
+
+
+def test_small_extents_of_one_file_are_asked_for_together() -> None:
+    backend = MemoryBackend(bytes(range(100)), maps=False)
+    extents = [StorageInfo(KEY, offset, 5, (0,)) for offset in (40, 0, 90)]
+    assert read_extents(backend, extents) == [bytes(range(o, o + 5)) for o in (40, 0, 90)]
