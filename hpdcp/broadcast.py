@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from hpdcp.storage import StorageReader
 IN_FLIGHT: Final = 8
 """Broadcasts a rank has issued and not waited for."""
 READ_AHEAD: Final = 2
-"""Shards, or batches of them, read before their turn to be sent."""
+"""Shards, or batches of them, read before their turn to be sent, beside those that threads are reading."""
 STATUS_BYTES: Final = 64 << 20
 """After so many bytes of single shards their source says whether all is well; a batch says so itself."""
 _TAIL_BYTES: Final = 16
@@ -197,7 +196,8 @@ class _Walk:
             self._fail(failure)
 
     def run(self, units: Sequence[_Unit]) -> None:
-        ahead = _ReadAhead([unit for unit in units if unit.source == self._me and unit.parts], self._loaded)
+        mine = [unit for unit in units if unit.source == self._me and unit.parts]
+        ahead = _ReadAhead(mine, self._loaded, threads=self._reader.reads_at_once)
         try:
             for unit in units:
                 self._step(unit, ahead)
@@ -268,39 +268,55 @@ class _Walk:
 
 
 class _ReadAhead:
-    """Reads units on a thread, in order; at most `READ_AHEAD` of them are read and not yet taken."""
+    """Reads units on threads, begun in order; `READ_AHEAD` of them are read and not yet taken, one being read a thread.
 
-    def __init__(self, units: Sequence[_Unit], read: Callable[[_Unit], _Load]) -> None:
-        self._units = units
+    A unit is begun only when all before it are, so the one that is taken next is always under way or read.
+    """
+
+    def __init__(self, units: Sequence[_Unit], read: Callable[[_Unit], _Load], *, threads: int) -> None:
+        self._units = iter(enumerate(units))
         self._read = read
-        self._room = threading.Semaphore(READ_AHEAD)
-        self._ready: queue.SimpleQueue[_Load] = queue.SimpleQueue()
+        self._room = threading.Semaphore(READ_AHEAD + threads - 1)
+        self._turn = threading.Lock()
+        self._loads: dict[int, _Load] = {}
+        self._arrived = threading.Condition()
+        self._taken = 0
         self._closed = False
-        # In the caller's context: `config.using` holds for the reader as well.
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._run,), name="hpdcp-read-ahead")
-        if units:
-            self._thread.start()
+        self._threads = [
+            # In the caller's context: `config.using` holds for the reader as well.
+            threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="hpdcp-read-ahead")
+            for _ in range(min(threads, len(units)))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def take(self) -> _Load:
         """The next unit, once it is read."""
-        load = self._ready.get()
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._taken in self._loads)
+            load = self._loads.pop(self._taken)
+            self._taken += 1
         self._room.release()
         return load
 
     def close(self) -> None:
-        """Read nothing more, and return when the thread has ended."""
+        """Read nothing more, and return when the threads have ended."""
         self._closed = True
-        self._room.release()
-        if self._units:
-            self._thread.join()
+        self._room.release(len(self._threads) or 1)
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
-        for unit in self._units:
+        while True:
             self._room.acquire()
-            if self._closed:
+            with self._turn:
+                position, unit = next(self._units, (-1, None))
+            if unit is None or self._closed:
                 return
-            self._ready.put(self._read(unit))
+            load = self._read(unit)
+            with self._arrived:
+                self._loads[position] = load
+                self._arrived.notify_all()
 
 
 class _InTurn:

@@ -195,6 +195,17 @@ class StorageReader(ABC):
         """Whether ranks of one host that read the same bytes fetch them once; then broadcasting them gains nothing."""
         return False
 
+    @property
+    def reads_at_once(self) -> int:
+        """Calls of `execute_read` that one rank may have under way, from threads; more than one where each is a journey
+        across a network."""
+        return 1
+
+    @property
+    def mismatch_advice(self) -> str:
+        """What else to do where names are wanted that are not stored, once configured; it ends the error's message."""
+        return ""
+
     def initialize_reader(self, checkpoint_id: str | Path) -> None:
         """Take the place to load from."""
         raise NotSupportedError(

@@ -98,33 +98,49 @@ def test_what_a_process_group_sends_as_it_is_and_what_as_bytes() -> None:
 _SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("_SETTING", default="outside")
 
 
-def test_no_more_than_two_units_are_read_and_not_taken_and_all_come_in_order() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_only_so_many_units_are_read_and_not_taken_and_all_come_in_order(threads: int) -> None:
     units = units_of([_part(n, 8) for n in range(10)], 0)
     read: list[int] = []
+    most = READ_AHEAD + threads - 1
     _SETTING.set("inside")
 
     def load(unit: broadcast._Unit) -> str:  # what is read is of no concern here
         assert threading.current_thread() is not threading.main_thread()
         assert _SETTING.get() == "inside"
         read.append(1)
+        time.sleep(0.01 * (len(read) % 3))
         return unit.parts[0].index.fqn
 
-    ahead = _ReadAhead(units, load)  # type: ignore[arg-type]
+    ahead = _ReadAhead(units, load, threads=threads)  # type: ignore[arg-type]
     for taken in range(10):
         deadline = time.monotonic() + 5
-        while len(read) < min(10, taken + READ_AHEAD) and time.monotonic() < deadline:
+        while len(read) < min(10, taken + most) and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.005)
-        assert len(read) == min(10, taken + READ_AHEAD)
+        assert len(read) == min(10, taken + most)
         assert ahead.take() == f"{taken:04d}"
     ahead.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "hpdcp-read-ahead"]
 
 
+def test_units_are_read_at_the_same_time_by_several_threads() -> None:
+    met = threading.Barrier(3)
+
+    def load(unit: broadcast._Unit) -> str:
+        met.wait(timeout=30)
+        return unit.parts[0].index.fqn
+
+    ahead = _ReadAhead(units_of([_part(n, 8) for n in range(6)], 0), load, threads=3)  # type: ignore[arg-type]
+    assert [ahead.take() for _ in range(6)] == [f"{n:04d}" for n in range(6)]
+    ahead.close()
+
+
+@pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("taken", [0, 1, 3])
-def test_a_walk_that_is_given_up_leaves_no_thread(taken: int) -> None:
+def test_a_walk_that_is_given_up_leaves_no_thread(taken: int, threads: int) -> None:
     units = units_of([_part(n, 8) for n in range(10)], 0)
-    ahead = _ReadAhead(units, lambda unit: unit)  # type: ignore[arg-type,return-value]
+    ahead = _ReadAhead(units, lambda unit: unit, threads=threads)  # type: ignore[arg-type,return-value]
     for _ in range(taken):
         ahead.take()
     ahead.close()
@@ -133,7 +149,7 @@ def test_a_walk_that_is_given_up_leaves_no_thread(taken: int) -> None:
 
 def test_nothing_to_read_starts_no_thread() -> None:
     before = threading.active_count()
-    ahead = _ReadAhead([], lambda unit: pytest.fail("nothing is to be read"))
+    ahead = _ReadAhead([], lambda unit: pytest.fail("nothing is to be read"), threads=4)
     assert threading.active_count() == before
     ahead.close()
 
