@@ -9,14 +9,12 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.services import s3
-
-if TYPE_CHECKING:
-    from tests.support.proxy import Proxy
+from tests.support.proxy import Proxy, proxied
 
 
 @dataclass(frozen=True)
@@ -120,3 +118,10 @@ def s3_environment(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Se
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return s3_server
+
+
+@pytest.fixture
+def s3_proxy(s3_server: S3Server) -> Iterator[Proxy]:
+    """A proxy of the test's own in front of the server: it counts, and breaks what it is told to break."""
+    with proxied(s3_server.url) as proxy:
+        yield proxy
