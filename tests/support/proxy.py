@@ -232,6 +232,7 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*self._refusals, return_exceptions=True)
         await self._close_door()
+        await self._loop.shutdown_default_executor()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
