@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,11 @@ class Backend(ABC):
     """Whether ranks of one host that read the same bytes fetch them once, since the operating system keeps them."""
 
     url: str
-    """The root, absolute, as messages and metadata name it."""
+    """The root, absolute, as messages and metadata name it; without a password."""
+
+    process_local: bool = False
+    """Whether what is stored dies with this process and no other one sees it: not other ranks, not the background
+    worker. What needs either is then refused."""
 
     conditional_create: bool = False
     """Whether `write(..., exclusive=True)` works: of any number of writers, exactly one gets the key."""
@@ -132,7 +137,8 @@ class Backend(ABC):
         The view stays good after the key is replaced or deleted and after `close`; its bytes are fetched when touched.
         Errors as `read_ranges`.
         """
-        del key, range_
+        del range_
+        checked_key(key)
         return None
 
     @abstractmethod
@@ -178,6 +184,18 @@ class Backend(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
+
+
+def without_password(url: str) -> str:
+    """`url` as messages may show it.
+
+    >>> without_password("ftp://me:secret@host/run"), without_password("s3://bucket/a:b@c")
+    ('ftp://me:***@host/run', 's3://bucket/a:b@c')
+    """
+    return _PASSWORD.sub(r"\1***\2", url)
+
+
+_PASSWORD: Final = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://[^/:@]*:)[^/]*(@)")
 
 
 def spare_cores() -> int:
