@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hpdcp.data_copier import DataCopier as DataCopier
     from hpdcp.filesystem_storage import FileSystemReader as FileSystemReader
     from hpdcp.filesystem_storage import FileSystemWriter as FileSystemWriter
+    from hpdcp.huggingface import HuggingFaceReader as HuggingFaceReader
     from hpdcp.metadata import CHUNK_INFO as CHUNK_INFO
     from hpdcp.metadata import ChunkInfo as ChunkInfo
     from hpdcp.metadata import ChunkStorageMetadata as ChunkStorageMetadata
@@ -43,6 +44,7 @@ _HOMES: Final = {
     "ChunkStorageMetadata": "metadata",
     "FileSystemReader": "filesystem_storage",
     "FileSystemWriter": "filesystem_storage",
+    "HuggingFaceReader": "huggingface",
     "Metadata": "metadata",
     "PerRank": "metadata",
     "RaggedShard": "ragged",
@@ -68,6 +70,7 @@ __all__ = [
     "ChunkStorageMetadata",
     "FileSystemReader",
     "FileSystemWriter",
+    "HuggingFaceReader",
     "Metadata",
     "PerRank",
     "RaggedShard",

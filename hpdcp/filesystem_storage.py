@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
 
-from hpdcp import config, registry
+from hpdcp import config, huggingface_files, registry
 from hpdcp.backend import Backend
 from hpdcp.commit import (
     CLAIM,
@@ -31,6 +32,7 @@ from hpdcp.metadata import Metadata
 from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SavePlanner
 from hpdcp.replicas import merge_rank_metadata
 from hpdcp.storage import RankMetadata, StorageReader, StorageWriter, WriteResults
+from hpdcp.timing import log_message
 
 
 class FileSystemWriter(StorageWriter):
@@ -117,6 +119,9 @@ class FileSystemWriter(StorageWriter):
 class FileSystemReader(StorageReader):
     """Reads checkpoints from files of one backend.
 
+    A folder without a checkpoint in it, but with Hugging Face weights (`model.safetensors`, or shards and their index),
+    counts as a checkpoint of those; `HuggingFaceReader` maps their names.
+
     Args:
         checkpoint_id: folder or URL; may be left out when `load` is given one.
         backend: a name that goes before the configuration's. The layout is the checkpoint's own.
@@ -162,7 +167,7 @@ class FileSystemReader(StorageReader):
         """The byte store, opened when first asked for."""
         if self._url is None:
             raise InvalidArgumentError(
-                "this FileSystemReader has no place to load from: give it or load() a checkpoint_id."
+                f"this {type(self).__name__} has no place to load from: give it or load() a checkpoint_id."
             )
         if self._backend is None:
             self._backend = registry.open_backend(
@@ -172,20 +177,34 @@ class FileSystemReader(StorageReader):
 
     def load_metadata(self) -> Metadata:
         data = read_or_none(self.backend, METADATA)
-        if data is None:
-            raise self._absent()
-        return Metadata.from_bytes(data, where=f"{self.backend.url}/{METADATA}")
+        if data is not None:
+            return Metadata.from_bytes(data, where=f"{self.backend.url}/{METADATA}")
+        sizes = {info.key: info.size for info in self.backend.list_keys()}
+        # Traces of a save go first: somebody saved beside the weights, and means to go on from there.
+        traces = any(key == CLAIM or key.startswith("_rank") or rank_of_metadata_key(key) is not None for key in sizes)
+        weights = None if traces else huggingface_files.choose_file(list(sizes), self.backend.url)
+        if weights is None:
+            raise self._absent(list(sizes))
+        return huggingface_files.read_weights(self.backend, file=weights, sizes=sizes).to_metadata()
 
-    def _absent(self) -> HpdcpError:
+    def _absent(self, keys: Sequence[str]) -> HpdcpError:
         url = self.backend.url
-        keys = [info.key for info in self.backend.list_keys()]
         data = [key for key in keys if key.startswith("_rank")]
         if data or CLAIM in keys:
             return IncompleteCheckpointError(
                 f"{url} has {len(data)} data files but no {METADATA}: the save did not finish. "
                 "Load an earlier checkpoint."
             )
-        return CheckpointNotFoundError(f"{url} holds no checkpoint: there is no {METADATA} in it. Is the path right?")
+        weights = next((key for key in keys if key.endswith(".safetensors")), None)
+        advice = f"HuggingFaceReader(checkpoint_id, file={weights!r}) reads the weights there." if weights else ""
+        return CheckpointNotFoundError(
+            f"{url} holds no checkpoint: there is no {METADATA} in it. {advice or 'Is the path right?'}"
+        )
+
+    @property
+    def mismatch_advice(self) -> str:
+        from_huggingface = self._metadata is not None and self._metadata.origin == huggingface_files.ORIGIN
+        return huggingface_files.MISMATCH_ADVICE if from_huggingface else ""
 
     def load_rank_metadata(self, rank: int) -> RankMetadata | None:
         keys = [info.key for info in self.backend.list_keys()]
@@ -195,6 +214,10 @@ class FileSystemReader(StorageReader):
     def configure_reader(self, metadata: Metadata, context: PlannerContext) -> None:
         self._metadata = metadata
         self._layout: Layout = registry.find_layout(metadata.settings.get("layout", "safetensors"))()
+        if context.is_coordinator and not metadata.has_checksums and self._wanted_checks is Verify.ALWAYS:
+            log_message(
+                logging.WARNING, f"{self.backend.url} records no checksums: verify='always' has nothing to compare."
+            )
 
     def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:
         with self._missing_files_explained():
@@ -206,9 +229,12 @@ class FileSystemReader(StorageReader):
         return list(plans)
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        verify = Verify(self._verify or config.current().verify)
         with self._missing_files_explained():
-            self._layout.read(self.backend, self._known, plan.items, planner, verify)
+            self._layout.read(self.backend, self._known, plan.items, planner, self._wanted_checks)
+
+    @property
+    def _wanted_checks(self) -> Verify:
+        return Verify(self._verify or config.current().verify)
 
     @property
     def _known(self) -> Metadata:
@@ -261,7 +287,8 @@ class _MissingFiles:
                 f"{url} was replaced by another save while it was being read ({error}). Load again."
             ) from error
         if isinstance(error, KeyNotFoundError):
-            raise CorruptCheckpointError(f"{url} has lost a data file that its {key} lists: {error}") from error
+            listing = self._metadata.settings.get("listed_in", key)
+            raise CorruptCheckpointError(f"{url} has lost a data file that its {listing} lists: {error}") from error
 
 
 class _RankMetadataSet(RankMetadata):

@@ -19,6 +19,7 @@ from hpdcp.errors import (
     CheckpointReplacedError,
     IncompleteCheckpointError,
     LoadMismatchError,
+    MissingKeysError,
 )
 from hpdcp.load_plan import LoadPlan, decided_plan, decision_bytes
 from hpdcp.metadata import Metadata
@@ -136,7 +137,7 @@ class _Load:
             self._planner.configure_planner(self._state_dict, metadata, context)
             self._reader.configure_reader(metadata, context)
             with stage("build_local_plan"):
-                plan = self._reader.optimize_local_plan(self._planner.build_local_plan())
+                plan = self._reader.optimize_local_plan(self._local_plan_of_planner())
             said = self._sharing.said(shares_page_cache=self._reader.shares_page_cache)
             self._local_plan = plan.with_storage_data({**plan.storage_data, **said})
             return self._local_plan.to_bytes()
@@ -159,6 +160,16 @@ class _Load:
             exchange.agree(_READING, lambda: self._read(plan, groups, exchange.rank))
         exchange.agree("finishing the load", self._planner.finish_load)
         return True
+
+    def _local_plan_of_planner(self) -> LoadPlan:
+        try:
+            return self._planner.build_local_plan()
+        except LoadMismatchError as error:
+            advice = self._reader.mismatch_advice
+            # Names may be among several kinds of trouble; in an error of any other one kind they are not.
+            if not advice or type(error) not in (MissingKeysError, LoadMismatchError):
+                raise
+            raise type(error)(f"{error} {advice}") from None
 
     def _groups_for(
         self, plan: LoadPlan, exchange: Exchange

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from enum import Enum
 from typing import Final
 
@@ -55,10 +55,20 @@ class Problems:
 
     def __init__(self) -> None:
         self._found: dict[Trouble, list[tuple[str, str]]] = {trouble: [] for trouble in Trouble}
+        self._notes: dict[Trouble, str] = {}
 
     def add(self, trouble: Trouble, key: str, text: str) -> None:
         """Note that `key` does not fit; `text` is what an error says of it, its name included."""
         self._found[trouble].append((key, text))
+
+    def withdraw(self, trouble: Trouble, keys: Set[str]) -> None:
+        """These keys fit after all."""
+        self._found[trouble] = [(key, text) for key, text in self._found[trouble] if key not in keys]
+
+    def note(self, trouble: Trouble, text: str) -> None:
+        """Add `text`, a sentence about all keys of a kind, to what an error says of them."""
+        if text:
+            self._notes[trouble] = f" {text}"
 
     def forgive(self, *troubles: Trouble) -> tuple[str, ...]:
         """Forget these kinds, and say which keys they were about."""
@@ -71,7 +81,8 @@ class Problems:
         found = {trouble: [text for _, text in keys] for trouble, keys in self._found.items() if keys}
         if found:
             lines = [
-                f"{len(texts)} keys {trouble.what}: {listed(texts, most=_MOST_REFUSED)}. {trouble.advice}"
+                f"{len(texts)} keys {trouble.what}: {listed(texts, most=_MOST_REFUSED)}.{self._notes.get(trouble, '')} "
+                f"{trouble.advice}"
                 for trouble, texts in found.items()
             ]
             raise (next(iter(found)).error if len(found) == 1 else LoadMismatchError)("; ".join(lines))

@@ -203,6 +203,8 @@ class StandardLoadPlanner(LoadPlanner):
         self._gathers: list[_Gather] = []
         self._casts: list[str] = []
         self._shareable: list[LoadTarget] = []
+        self._absent: dict[str, Hashable] = {}
+        self._keeps_per_rank = bool((metadata.entries.owners >= 0).any())
         self.not_loaded = ()
 
     def build_local_plan(self) -> LoadPlan:
@@ -213,6 +215,7 @@ class StandardLoadPlanner(LoadPlanner):
         for leaf in self._tree.leaves:
             if leaf.owner is None or not any(leaf.path[: len(path)] == tuple(path) for path in gathered):
                 self._plan_leaf(leaf, filled)
+        self._settle_absent({tie for tie, _ in filled})
         if self._allow_partial_load:
             self.not_loaded = self._problems.forgive(Trouble.MISSING, Trouble.HOLE)
         self._problems.raise_if_any()
@@ -223,7 +226,7 @@ class StandardLoadPlanner(LoadPlanner):
         return not self.not_loaded
 
     def _plan_leaf(self, leaf: Leaf, filled: set[Any]) -> None:
-        if leaf.owner is not None and self._metadata.world_size != self._context.world_size:
+        if leaf.owner is not None and self._keeps_per_rank and self._metadata.world_size != self._context.world_size:
             self._problems.add(
                 Trouble.WORLD,
                 leaf.fqn,
@@ -244,7 +247,10 @@ class StandardLoadPlanner(LoadPlanner):
             return
         row = self._stored.find(leaf.fqn, leaf.owner)
         if row is None:
-            self._problems.add(Trouble.MISSING, leaf.fqn, self._stored.hint(leaf.fqn))
+            # Of a rank that holds nothing of it, nobody can tell what it is tied to; ranks that hold something know.
+            if shards.chunks or 0 in shards.global_shape:
+                self._absent[leaf.fqn] = tie_key(target)
+                self._problems.add(Trouble.MISSING, leaf.fqn, self._stored.hint(leaf.fqn))
             return
         if self._metadata.entries.kinds[row] == EntryKind.OBJECT:
             self._problems.add(Trouble.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
@@ -275,6 +281,13 @@ class StandardLoadPlanner(LoadPlanner):
                 memory = shards.view(chunk)
                 direct = device.is_host(memory) and memory.is_contiguous() and not (memory.is_conj() or memory.is_neg())
                 self._shareable.append(LoadTarget(index, dtype_name(shards.dtype), direct))
+
+    def _settle_absent(self, filled: set[Any]) -> None:
+        """A name that is not stored is no loss where its memory is another target's, which is filled: of weights that a
+        model ties, Hugging Face's files hold one."""
+        tied = {fqn for fqn, tie in self._absent.items() if tie is not None and tie in filled}
+        self._problems.withdraw(Trouble.MISSING, tied)
+        self._problems.note(Trouble.MISSING, self._stored.prefix_hint([fqn for fqn in self._absent if fqn not in tied]))
 
     def _note_hole(self, fqn: str, want: Box, pieces: Sequence[tuple[int, Box, Box]]) -> bool:
         hole = missing(want, [part for _, _, part in pieces])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -80,6 +80,25 @@ class Stored:
             return repr(fqn)
         near = difflib.get_close_matches(fqn, self._lookalikes(fqn), n=2, cutoff=0.6)
         return f"{fqn!r}" + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
+
+    def prefix_hint(self, fqns: Sequence[str]) -> str:
+        """A sentence on the one prefix by which most of these names differ from stored ones; empty: there is none."""
+        names = set(self._all_names()) if len(fqns) > 1 else set()
+        best, said = 0, ""
+        for prefix in dict.fromkeys(self._prefixes_near(fqns)) if names else ():
+            without = sum(fqn.startswith(prefix) and fqn.removeprefix(prefix) in names for fqn in fqns)
+            added = sum(prefix + fqn in names for fqn in fqns)
+            for count, how in ((without, "without"), (added, "with")):
+                if count > best:
+                    best, said = count, f"{count} of the {len(fqns)} are stored {how} {prefix!r} in front."
+        return said if 2 * best > len(fqns) else ""
+
+    def _prefixes_near(self, fqns: Sequence[str]) -> Iterator[str]:
+        """What stands before other components in a few of the names, and before a few of them in stored names."""
+        for fqn in {fqns[0], fqns[len(fqns) // 2], fqns[-1]}:
+            yield from (fqn[: place + 1] for place, char in enumerate(fqn) if char == ".")
+            longer = (name for name in self._all_names() if name.endswith(f".{fqn}"))
+            yield from (name.removesuffix(fqn) for name in itertools.islice(longer, 3))
 
     def _lookalikes(self, fqn: str) -> list[str]:
         """Stored names that end as `fqn` does, or begin so, in as many components as any do."""
