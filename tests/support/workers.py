@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -25,8 +26,10 @@ def kill_worker() -> None:
     """End this process's worker, and return once it is known to have ended."""
     (worker,) = workers_of()
     worker.kill()
-    # Not only a zombie: that its first thread may be while others still end.
-    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    # Not only a zombie: that its first thread may be while others still end. hpdcp waits for it too, and who comes
+    # second finds no such child, which says that it has ended.
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
 
 
 def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
