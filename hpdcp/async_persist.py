@@ -28,7 +28,7 @@ from hpdcp.arena import Arena
 from hpdcp.async_jobs import Coordination, Job, PlannerSpec, WriterSpec, sendable, tell_of_death
 from hpdcp.async_response import AsyncSaveResponse
 from hpdcp.config import Config
-from hpdcp.errors import HpdcpError, InvalidArgumentError, WorkerDiedError, rebuild
+from hpdcp.errors import HpdcpError, InvalidArgumentError, NotSupportedError, WorkerDiedError, rebuild
 from hpdcp.filesystem_storage import open_writer
 from hpdcp.folder_save import SaveIdentity, next_ordinal
 from hpdcp.metadata import Metadata
@@ -166,6 +166,7 @@ def async_save(
     Raises:
         AssertionError: `use_gloo`, and MASTER_ADDR or MASTER_PORT is not set.
         InvalidArgumentError: no place to save to, or a writer or planner that cannot be sent to the worker.
+        NotSupportedError: a place that only this process sees, such as `memory://`.
         StateDictError: something cannot be stored so that it comes back exactly; names the key.
         HpdcpError: an earlier save failed and nobody asked about it.
     """
@@ -208,7 +209,7 @@ class _Call:
         self._state_dict = state_dict
         self._writer = writer
         self._planner = planner
-        self._place = writer.place or type(writer).__qualname__
+        self._place = _place_of(writer)
         if use_collectives and not use_gloo and writer.place is None:
             raise InvalidArgumentError(
                 "async_save exchanges plans through the storage, which needs a checkpoint_id or a writer that has a "
@@ -301,6 +302,23 @@ class _Stage:
     rest: SavePlan | None = None
     """What this rank holds beside `plan`, where earlier plans have others write it."""
     wave_bytes: int = 0
+
+
+def _place_of(writer: StorageWriter) -> str:
+    """What the writer's place is called by the worker and by saves in this process, which count it under one name.
+
+    Raises:
+        NotSupportedError: the worker would save to a place that dies with it.
+    """
+    if writer.place is None:
+        return type(writer).__qualname__
+    with writer.open_place() as backend:
+        if backend.process_local:
+            raise NotSupportedError(
+                f"async_save to {backend.url}: its background worker is another process, and what it stores there only "
+                "it would see. Use save(), or another place."
+            )
+        return backend.url
 
 
 def _staging_budget(settings: Config, arena: Arena) -> int:
