@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hpdcp import collectives
 from hpdcp.backend import Backend
 from hpdcp.commit import METADATA, Attempt, publish_or_doubt, rank_metadata_key, rank_of_metadata_key, read_or_none
-from hpdcp.errors import CheckpointExistsError
+from hpdcp.errors import CheckpointExistsError, NotSupportedError
 from hpdcp.layout import FileNaming, Layout
 from hpdcp.metadata import Metadata
 from hpdcp.planner import PlannerContext, SavePlan, SavePlanner
@@ -54,6 +54,11 @@ class FolderSave(ABC):
     """One save of one folder, as one rank sees it."""
 
     def __init__(self, setup: SaveSetup) -> None:
+        if setup.backend.process_local and setup.context.world_size > 1:
+            raise NotSupportedError(
+                f"{setup.backend.url} is seen by one process alone, and {setup.context.world_size} ranks are to save "
+                "there together. Choose another place, or save each for itself with no_dist=True."
+            )
         self.attempt = uuid.uuid4().hex[:16] if setup.identity is None else setup.identity.attempt
         self.backend = setup.backend
         self.layout = setup.layout
