@@ -175,6 +175,9 @@ def _table(*columns: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def _headline(report: CheckpointReport) -> Group:
+    if report.origin:
+        facts = [f"weights from {report.origin}", f"layout {report.layout}", "no checksums"]
+        return Group(_text(report.url, "bold"), _text(" · ".join(facts)), Text())
     how = "each for itself" if report.by_rank else "together"
     ranks = f"{_count(report.world_size, 'rank')}{f', {how}' if report.world_size > 1 or report.by_rank else ''}"
     facts = [f"saved by {ranks}", f"attempt {report.attempt}", f"layout {report.layout}", f"format {report.version}"]

@@ -1,6 +1,7 @@
 """What a checkpoint holds, from its metadata alone: the data behind `hpdcp inspect`; prints nothing.
 
-Any checkpoint hpdcp wrote will do, also one that ranks saved each for itself, and nothing of what is in it is run.
+Any checkpoint hpdcp wrote will do, also one that ranks saved each for itself, and any Hugging Face weights in
+safetensors files; nothing of what is in them is run.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ class CheckpointReport:
     """What a checkpoint holds."""
 
     url: str
+    origin: str
+    """Who wrote the files, such as "huggingface"; empty: hpdcp."""
     version: str
-    """Of the format, such as "1.0"."""
+    """Of hpdcp's format, such as "1.0"; empty for files of another origin."""
     layout: str
     world_size: int
     attempt: str
@@ -107,7 +110,7 @@ class CheckpointReport:
 def inspect_checkpoint(
     checkpoint_id: str | Path, *, pattern: str | None = None, reader: FileSystemReader | None = None
 ) -> CheckpointReport:
-    """What the checkpoint holds, from its metadata alone; no data file is opened.
+    """What the checkpoint holds, from its metadata alone; of data files at most the headers are read.
 
     Args:
         checkpoint_id: folder or URL.
@@ -129,7 +132,7 @@ class FoundMetadata:
     version: str
     by_rank: bool
     nbytes: int
-    """Of the metadata files together."""
+    """Of the metadata files together; 0 where a data file's own header is all there is."""
 
 
 @contextlib.contextmanager
@@ -164,6 +167,9 @@ def _find(reader: FileSystemReader) -> FoundMetadata:
         metadata = apart.merged()
         keys = [rank_metadata_key(rank) for rank in range(metadata.world_size)]
     backend = reader.backend
+    if metadata.origin:
+        listing = metadata.settings["listed_in"]
+        return FoundMetadata(metadata, "", False, 0 if listing in metadata.files else backend.size(listing))
     sizes = [backend.size(key) for key in keys]
     where = f"{backend.url}/{keys[0]}"
     header = parse_header(read_header(backend, keys[0], sizes[0]), sizes[0], where=where)
@@ -175,6 +181,7 @@ def _report(url: str, found: FoundMetadata, pattern: str | None) -> CheckpointRe
     names = list(metadata.storage.file_names)
     return CheckpointReport(
         url=url,
+        origin=metadata.origin,
         version=found.version,
         layout=settings.get("layout", ""),
         world_size=metadata.world_size,

@@ -16,7 +16,7 @@ import numpy as np
 from hpdcp.backend import Backend, ByteRange
 from hpdcp.commit import CLAIM, Claim, rank_of_metadata_key, read_or_none
 from hpdcp.container import parse_header
-from hpdcp.errors import CorruptCheckpointError
+from hpdcp.errors import CorruptCheckpointError, NotSupportedError
 from hpdcp.filesystem_storage import FileSystemReader
 from hpdcp.inspect import FoundMetadata, open_checkpoint, read_header
 from hpdcp.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata
@@ -83,12 +83,18 @@ def verify_checkpoint(
         on_progress: called with (bytes compared so far, bytes in all), from the calling thread.
 
     Raises:
+        NotSupportedError: files of another origin, without checksums.
         CheckpointError, StorageError: the metadata cannot be read, or the store fails in another way than by lacking
             a file.
     """
     began = time.perf_counter()
     with open_checkpoint(checkpoint_id, reader) as (backend, found):
         metadata = found.metadata
+        if not metadata.has_checksums:
+            raise NotSupportedError(
+                f"{backend.url} records no checksums to compare its bytes with. `hpdcp inspect` shows that its headers "
+                "fit its files; for more, save it with hpdcp."
+            )
         total = int(metadata.storage.length.sum())
         work = _Verification(backend, metadata)
         damages: list[Damage] = []
