@@ -82,7 +82,8 @@ class Worker:
         try:
             self._take_segments(message)
             job = Job.from_message(message)
-            with config.using(**job.settings()):
+            # A bar in the background would draw over whatever the trainer shows by then.
+            with config.using(**{**job.settings(), "progress": "never"}):
                 timing.set_rank(job.rank)
                 metadata, plan = self._save(job)
             published = metadata.to_bytes()

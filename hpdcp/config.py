@@ -107,6 +107,9 @@ class Config:
     """Timeout in seconds of the process groups hpdcp makes. Default 120."""
     keep_replaced_for: float = 0.0
     """Seconds the files of a replaced checkpoint stay, for those still reading it. Default 0."""
+    progress: When = "never"
+    """Whether `save` and `load` show a bar on the stderr of rank 0, which needs `hpdcp[progress]`. Default `never`;
+    `auto`: on a terminal; `always`: elsewhere too, as a line every 10 seconds."""
     routes: tuple[Route, ...] = ()
     """`[[routes]]` tables: which backend serves which prefix; the longest prefix that matches wins. Default none."""
     backends: Mapping[str, BackendSettings] = field(default_factory=dict)
@@ -137,6 +140,7 @@ class Settings(TypedDict, total=False):
     exit_deadline: float
     group_timeout: float
     keep_replaced_for: float
+    progress: When
     routes: Sequence[Route | Mapping[str, object]]
     backends: Mapping[str, BackendSettings | Mapping[str, object]]
 
@@ -315,6 +319,7 @@ _KEYS: Final[Mapping[str, _Key]] = {
     "exit_deadline": _seconds(zero=False),
     "group_timeout": _seconds(zero=False),
     "keep_replaced_for": _seconds(zero=True),
+    "progress": _choice("never", "auto", "always"),
 }
 """Keys of one value; `routes` and `backends` hold tables."""
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
 
-from hpdcp import config, huggingface_files, registry
+from hpdcp import config, huggingface_files, progress, registry
 from hpdcp.backend import Backend
 from hpdcp.commit import (
     CLAIM,
@@ -33,6 +33,10 @@ from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SaveP
 from hpdcp.replicas import merge_rank_metadata
 from hpdcp.storage import RankMetadata, StorageReader, StorageWriter, WriteResults
 from hpdcp.timing import log_message
+
+
+_READS_AT_ONCE: Final = 4
+"""Shards or batches of them on their way across a network while one is broadcast."""
 
 
 class FileSystemWriter(StorageWriter):
@@ -163,6 +167,10 @@ class FileSystemReader(StorageReader):
         return self.backend.shares_page_cache
 
     @property
+    def reads_at_once(self) -> int:
+        return _READS_AT_ONCE if self.backend.remote else 1
+
+    @property
     def backend(self) -> Backend:
         """The byte store, opened when first asked for."""
         if self._url is None:
@@ -230,7 +238,7 @@ class FileSystemReader(StorageReader):
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         with self._missing_files_explained():
-            self._layout.read(self.backend, self._known, plan.items, planner, self._wanted_checks)
+            self._layout.read(progress.counted(self.backend), self._known, plan.items, planner, self._wanted_checks)
 
     @property
     def _wanted_checks(self) -> Verify:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpdcp import collectives
+from hpdcp import collectives, progress
 from hpdcp.backend import Backend
 from hpdcp.commit import METADATA, Attempt, publish_or_doubt, rank_metadata_key, rank_of_metadata_key, read_or_none
 from hpdcp.errors import CheckpointExistsError, NotSupportedError
@@ -78,7 +78,7 @@ class FolderSave(ABC):
         """Store the plan's items under names that `begin` decided."""
         decided = plan.storage_data
         naming = FileNaming(self.context.rank, decided["attempt"], decided["plain"] == "1")
-        return self.layout.write(self.backend, plan, planner, naming)
+        return self.layout.write(progress.counted(self.backend), plan, planner, naming)
 
     def discard(self) -> None:
         """Remove what this rank has written."""

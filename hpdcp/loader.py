@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
-from hpdcp import config
+from hpdcp import config, progress
 from hpdcp.broadcast import broadcast_groups_for_load, read_and_broadcast
 from hpdcp.collectives import Alone, Exchange, ProcessGroupExchange
 from hpdcp.errors import (
@@ -134,6 +135,7 @@ class _Load:
         )
 
         def plan_locally() -> bytes:
+            progress.check()
             self._planner.configure_planner(self._state_dict, metadata, context)
             self._reader.configure_reader(metadata, context)
             with stage("build_local_plan"):
@@ -157,7 +159,7 @@ class _Load:
         plan = decided_plan(decision, self._local_plan)
         self.reading = True
         with self._groups_for(plan, exchange) as groups:
-            exchange.agree(_READING, lambda: self._read(plan, groups, exchange.rank))
+            exchange.agree(_READING, lambda: self._read(plan, groups, exchange.rank, metadata))
         exchange.agree("finishing the load", self._planner.finish_load)
         return True
 
@@ -180,15 +182,16 @@ class _Load:
         timeout = timedelta(seconds=config.current().group_timeout)
         return broadcast_groups_for_load(new_groups(plan), at_hand, me=exchange.rank, timeout=timeout)
 
-    def _read(self, plan: LoadPlan, groups: Mapping[Group, dist.ProcessGroup], rank: int) -> None:
+    def _read(self, plan: LoadPlan, groups: Mapping[Group, dist.ProcessGroup], rank: int, metadata: Metadata) -> None:
         final, failure = plan, None
-        try:
-            final = self._planner.finalize_plan(plan)
-        except Exception as error:
-            if not plan.shared:
-                raise
-            failure = error  # others wait for what this rank was to send
-        with stage("execute_read"):
+        with contextlib.ExitStack() as shown, stage("execute_read"):
+            try:
+                shown.enter_context(progress.bar("load", lambda: _bytes_to_read(plan, metadata, rank)))
+                final = self._planner.finalize_plan(plan)
+            except Exception as error:
+                if not plan.shared:
+                    raise
+                failure = error  # others wait for what this rank was to send
             if plan.shared:
                 read_and_broadcast(
                     plan,
@@ -201,6 +204,18 @@ class _Load:
                 )
                 final = _without(final, plan)
             self._reader.execute_read(final, self._planner)
+
+
+def _bytes_to_read(plan: LoadPlan, metadata: Metadata, me: int) -> int:
+    """Stored bytes that rank `me` reads itself: what it does not share, and what it reads for others."""
+    items, shared = plan.item_columns, plan.shared_columns
+    alone = ~np.isin(items.boxes.entry, shared.boxes.entry)
+    rows = items.storage_row[alone]
+    elements = np.maximum(metadata.chunks.take(rows).volumes(), 1)
+    own = items.boxes.volumes()[alone] * metadata.storage.length[rows] // elements
+    itemsizes = np.array([getattr(torch, name).itemsize for name in shared.dtype_names], dtype=np.int64)
+    sent = shared.boxes.volumes() * itemsizes[shared.stored_dtype]
+    return int(own.sum() + sent[shared.source == me].sum())
 
 
 def _without(final: LoadPlan, shared: LoadPlan) -> LoadPlan:

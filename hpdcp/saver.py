@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpdcp import config
+from hpdcp import config, progress
 from hpdcp.checkpoint_io import block_checksums, byte_pieces
 from hpdcp.collectives import Alone, Exchange
 from hpdcp.config import ReplicaCheck
@@ -106,7 +106,9 @@ class _Save:
 
     def _look_up(self) -> tuple[int, int, int]:
         """This rank's vote: whether it has a plan, which one it used last, and the place it saves to."""
-        self._check = config.current().check_replicas
+        settings = config.current()
+        progress.check(settings.progress)
+        self._check = settings.check_replicas
         self._writer = self._open_writer()
         self._writer.configure_writer(self._context)
         self._planner.configure_planner(self._state_dict, self._context)
@@ -197,7 +199,7 @@ class _Save:
     def _write(self) -> bytes:
         self._part = self._own_part()
         final = self._planner.finalize_plan(self._part)
-        with stage("execute_write"):
+        with stage("execute_write"), progress.bar("save", lambda: int(np.maximum(final.nbytes, 0).sum())):
             results = self._execute(final)
         report = self._report_on_replicas(final)
         self._planner.finish_write()
