@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import hpdcp
 from hpdcp import AsyncSaveResponse, PerRank, StandardLoadPlanner, StandardSavePlanner, config, registry
@@ -35,8 +33,9 @@ from hpdcp.metadata import Metadata
 from hpdcp.plan_cache import PLANS
 from hpdcp.planner import WriteItem
 from tests.support.job import Job
-from tests.support.layouts import PLAIN, Layout, differing, local_of, sample_tensors
+from tests.support.layouts import Layout, differing, local_of
 from tests.support.planners import ToldPlanner
+from tests.support.stores import LOADED_ONCE, LOADED_ONCE_BYTES, layouts_of, tensors_of
 from tests.support.workers import kill_worker, workers_of
 
 PATIENCE = float(os.environ.get("HPDCP_TEST_PATIENCE", "1"))
@@ -48,6 +47,10 @@ MODES: dict[str, dict[str, bool]] = {
     "apart": {"use_collectives": False},
 }
 TOGETHER = ("gloo", "mailbox")
+ENGINES: tuple[dict[str, Any], ...] = ({},)
+"""Settings of the store that must not show in what is stored."""
+if os.environ["HPDCP_TEST_STORE_URL"].startswith("s3://"):
+    ENGINES = tuple({"backends": {"s3": {"engine": engine}}} for engine in ("obstore", "s3fs"))
 
 
 @pytest.fixture(autouse=True)
@@ -74,28 +77,6 @@ def store(ranks: Job, url: str) -> Iterator[Backend]:
         ranks.barrier()
         if ranks.rank == 0:
             backend.delete([info.key for info in backend.list_keys(recursive=True)])
-
-
-def layouts_of(world: int) -> dict[str, Layout]:
-    """Ways to lay a tensor over `world` ranks, 2 or any larger even number."""
-    pairs = (2, world // 2)
-    parts = (1, *[2] * (world - 1))
-    return {
-        "rows": Layout("rows", (world,), (Shard(0),)),
-        "columns": Layout("columns", (world,), (Shard(1),)),
-        "replicated": Layout("replicated", (world,), (Replicate(),)),
-        "replicated rows": Layout("replicated rows", pairs, (Replicate(), Shard(0))),
-        "twice on one dim": Layout("strided", pairs, (_StridedShard(0, split_factor=pairs[1]), Shard(0))),
-        "ragged": Layout("ragged", (world,), units=parts),
-        "rows by chunk info": Layout("rows by chunk info", units=parts, plain=True),
-        "one rank": Layout("one rank", (1,), (Replicate(),), ranks=(world - 1,)),
-        "plain": PLAIN,
-    }
-
-
-def tensors_of(scale: float) -> dict[str, torch.Tensor]:
-    full = {name: tensor * scale for name, tensor in sample_tensors().items()}
-    return full | {"half": (full["even"] / 7).to(torch.bfloat16), "long": full["cube"].to(torch.int64)}
 
 
 def state_of(job: Job, layout: Layout, scale: float = 1.0) -> dict[str, Any]:
@@ -289,6 +270,17 @@ def test_a_partial_load_takes_what_is_there_and_names_the_rest(ranks: Job, url: 
     assert differing(expected, targets["model"]) == []
 
 
+def test_every_engine_of_the_store_loads_what_any_of_them_saved(ranks: Job, url: str, store: Backend) -> None:
+    layouts = layouts_of(ranks.world_size)
+    for turn, saving in enumerate(ENGINES, start=1):
+        with config.using(**saving):
+            hpdcp.save(state_of(ranks, layouts["rows"], float(turn)), checkpoint_id=url)
+        for loading in ENGINES:
+            with config.using(**loading):
+                check(ranks, url, float(turn), layouts["columns"])
+        only_what_is_committed(ranks, store)
+
+
 class _Traffic:
     """Bytes of data files that this rank asked its backend for, beside the first ones, which tell what a file is."""
 
@@ -330,6 +322,17 @@ def test_what_all_ranks_want_is_read_once_by_default_where_that_is_cheaper(
     assert read(broadcast_replicated_tensors=True) == once
     assert read(broadcast_replicated_tensors=False) == each
     assert read(use_collectives=False) == each
+
+
+def test_a_replicated_model_loaded_once_where_requests_are_counted(ranks: Job) -> None:
+    """Whoever started the ranks may have put a meter before the store; all there is under this name is one load."""
+    url = f"{os.environ['HPDCP_TEST_STORE_URL']}/{LOADED_ONCE}"
+    layout = layouts_of(ranks.world_size)["replicated"]
+    full = {f"layer{n}": torch.arange(LOADED_ONCE_BYTES / 16) + n for n in range(4)}
+    hpdcp.save(layout.place_all(ranks, full), checkpoint_id=url)
+    targets = layout.blank_all(ranks, full)
+    hpdcp.load(targets, checkpoint_id=url)
+    assert differing(layout.place_all(ranks, full), targets) == []
 
 
 class _BreaksOnTheLastRank(StandardSavePlanner):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.support.proxy import Proxy
 from tests.support.ranks import run_ranks
+from tests.support.s3 import S3Server
+from tests.support.stores import LOADED_ONCE, LOADED_ONCE_BYTES
 
 MATRIX = Path(__file__).with_name("dcp_stores.py")
 
@@ -12,3 +15,14 @@ MATRIX = Path(__file__).with_name("dcp_stores.py")
 def test_four_ranks_on_a_folder(tmp_path: Path) -> None:
     environment = {"HPDCP_TEST_STORE_URL": str(tmp_path), "HPDCP_TEST_STORE_BROADCASTS": "0"}
     run_ranks(4, MATRIX, environment=environment, timeout=180)
+
+
+def test_four_ranks_on_s3_and_what_all_want_is_served_once(s3_server: S3Server, s3_proxy: Proxy) -> None:
+    place = s3_server.new_prefix()
+    environment = s3_server.through(s3_proxy).environment()
+    environment |= {"HPDCP_TEST_STORE_URL": place, "HPDCP_TEST_STORE_BROADCASTS": "1"}
+    run_ranks(4, MATRIX, environment=environment, timeout=300)
+    served = s3_proxy.served("GetObject", rf"/{LOADED_ONCE}/_rank")
+    # One copy; beside it the heads of the files, by which ranks recognise what they read.
+    assert LOADED_ONCE_BYTES <= served < 1.02 * LOADED_ONCE_BYTES
+    assert s3_server.open_uploads(place) == []
