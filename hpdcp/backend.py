@@ -195,7 +195,7 @@ def without_password(url: str) -> str:
     return _PASSWORD.sub(r"\1***\2", url)
 
 
-_PASSWORD: Final = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://[^/:@]*:)[^/]*(@)")
+_PASSWORD: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^/:@]*:)[^/]*(@)")
 
 
 def spare_cores() -> int:

@@ -2,76 +2,172 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final
 
 from hpdcp import config
-from hpdcp.backend import Backend
+from hpdcp.backend import Backend, without_password
 from hpdcp.errors import InvalidArgumentError, NotSupportedError
+from hpdcp.mounts import is_nfs
 
-_BACKENDS: Final[Mapping[str, str]] = {"local": "hpdcp_backends.local:LocalBackend"}
+_BACKENDS: Final[Mapping[str, str]] = {
+    "local": "hpdcp_backends.local:LocalBackend",
+    "nfs": "hpdcp_backends.nfs:NfsBackend",
+    "s3": "hpdcp_backends.s3:S3Backend",
+    "fsspec": "hpdcp_backends.generic:GenericBackend",
+}
 _LAYOUTS: Final[Mapping[str, str]] = {"safetensors": "hpdcp.checkpoint_io:SafetensorsLayout"}
 _EXTRAS: Final[Mapping[str, str]] = {"s3": "s3", "zarr": "zarr"}
+_OWN_SCHEMES: Final[Mapping[str, str]] = {"s3": "s3", "s3a": "s3"}
+"""Schemes with a backend made for them; others go through fsspec."""
+_LOCAL_SCHEMES: Final = frozenset({"", "file", "local"})
+_ADDRESSED: Final = frozenset({
+    "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "tos", "tosfs", "sftp", "ssh", "ftp", "smb",
+    "webhdfs", "webdav",
+})  # fmt: skip
+"""Schemes whose URLs name a bucket, container, share or host first."""
 # Not urlsplit(), which raises for brackets in a bucket's name.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_LOCAL_SCHEMES: Final = frozenset({"", "file", "local"})
+_WRAPPERS: Final = frozenset({
+    "async_wrapper", "asyncwrapper", "blockcache", "cached", "dask", "data", "dir", "filecache", "generic",
+    "libarchive", "reference", "simplecache", "tar", "zip",
+})  # fmt: skip
+"""fsspec's schemes that stand for another file system."""
+_CHAIN: Final = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*(?:://.*)?::.*[A-Za-z][A-Za-z0-9+.-]*://|(?:" + "|".join(sorted(_WRAPPERS)) + ")::",
+    re.DOTALL,
+)
+"""`zip://inner::s3://bucket/outer`, `simplecache::s3://…`, `simplecache::/folder`; not `a::b`, nor `s3://bucket/a::b`."""
 
 
 def resolve_checkpoint_id(checkpoint_id: str | Path) -> str:
     """The URL, or the absolute path, that `checkpoint_id` names at this moment, in this process's folder.
 
+    One place has one name: the scheme is in lower case, slashes at the end are gone and doubled ones are one, `~` and
+    `..` of a local path are resolved. What remains is literal: `#`, `?`, `%` and brackets are part of names. The root
+    of a bucket (`s3://bucket`) is a place like any other.
+
     Raises:
-        InvalidArgumentError: it is empty, not text, or a URL that went through pathlib.
+        InvalidArgumentError: it is empty, not text, a URL that went through pathlib, names no bucket or host, has `.`
+            or `..` in it, or is one of fsspec's chains.
     """
     try:
-        text = os.fspath(checkpoint_id)
+        text: object = os.fspath(checkpoint_id)
     except TypeError:
         raise InvalidArgumentError(
             f"checkpoint_id is a {type(checkpoint_id).__name__}; expected a str (a path or a URL) or a pathlib.Path."
         ) from None
-    if type(text) is not str or not text.strip() or "\0" in text:
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise InvalidArgumentError(f"checkpoint_id is {text!r}; expected a path or a URL.")
-    scheme = _scheme(text)
+    text = str.__str__(text)
     if isinstance(checkpoint_id, os.PathLike):
         head = text.split("/", 1)[0]
         if len(head) > 2 and head.endswith(":"):
             raise InvalidArgumentError(
                 f"checkpoint_id is Path({text!r}): pathlib has taken one slash of the URL. Pass the URL as a str."
             )
-        scheme = ""
-    if scheme not in _LOCAL_SCHEMES:
-        return text
-    if scheme:
-        text = text.split("://", 1)[1]
-    return os.path.abspath(os.path.expanduser(text))
+        return _absolute(text)
+    shown = without_password(text)
+    if _CHAIN.match(text):
+        raise InvalidArgumentError(
+            f"{shown} is a chain of file systems. A cache in between would answer with old bytes, and in an archive "
+            "nothing is replaced in one step: give the URL of the files themselves."
+            + (f" (A folder of that name is given as ./{shown})" if "://" not in text else "")
+        )
+    scheme = _scheme(text)
+    if not scheme:
+        return _absolute(text)
+    path = text[len(scheme) + len("://") :]
+    if scheme in _LOCAL_SCHEMES:
+        path = path.removeprefix("localhost") if path.startswith("localhost/") else path
+        if not path.startswith(("/", "~")):
+            raise InvalidArgumentError(
+                f"{shown} names a host, or a relative path: expected file:/// and an absolute path. "
+                "A relative path is given without file://."
+            )
+        return _absolute(path)
+    address, *folders = path.split("/")
+    if not address and scheme in _ADDRESSED:
+        raise InvalidArgumentError(f"{shown} names no bucket or host: expected {scheme}://NAME/folder.")
+    if {".", ".."} & set(folders):
+        raise InvalidArgumentError(f"{shown} has '.' or '..' in it, which means nothing there: write the URL without.")
+    return f"{scheme}://" + "/".join([address, *filter(None, folders)])
+
+
+def _absolute(path: str) -> str:
+    path = os.path.expanduser(path)
+    if path.startswith("/"):
+        path = "/" + path.lstrip("/")  # POSIX keeps two
+    # abspath() removes `..` by text alone, which goes astray where the component before it is a symbolic link.
+    return os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
 
 
 def open_backend(url: str, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None) -> Backend:
-    """The backend for `url` (as `resolve_checkpoint_id` gives it), by name, else by configuration, else by its scheme.
+    """The backend for `url` (as `resolve_checkpoint_id` gives it): the one named here, else the one configured, else by
+    the configuration's routes, the URL's scheme, and the file system that a local path stands on.
 
     Raises:
-        InvalidArgumentError: no backend of that name; lists the known ones.
-        NotSupportedError: no backend for that kind of URL, or its package is not installed.
+        InvalidArgumentError: no backend of that name, or none for that scheme; lists the known ones.
+        NotSupportedError: a package it needs is not installed.
     """
     settings = config.current()
-    route = settings.route_for(url)
-    wanted = name or (route.backend if route is not None and route.backend != "auto" else settings.backend)
+    wanted = name or settings.backend
     if wanted == "auto":
-        wanted = _by_scheme(url)
+        route = settings.route_for(url)
+        wanted = route.backend if route is not None else "auto"
+    if wanted == "auto":
+        wanted = _by_place(url)
     options = settings.settings_for(wanted, url)
     build: Callable[..., Backend] = _find(wanted, "backend", _BACKENDS, "hpdcp.backends")
     merged = {**options.storage_options, **(storage_options or {})}
+    _refuse_unknown_tables(settings.backends)
+    if not options.tunables and not options.storage_options:
+        return build(url, storage_options=merged)
+    given = config.settings_at(wanted, url)
+    _refuse_unknown(wanted, build, given)
+    told = "; ".join(f"{setting.key} = {setting.shown} ({setting.origin})" for setting in given.values())
+    told = f"The configuration gives backend {wanted!r} this: {told}. Correct it there."
     try:
         return build(url, storage_options=merged, **options.tunables)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{error} {told}") from error
     except TypeError as error:
+        raise InvalidArgumentError(f"backend {wanted!r} cannot be opened: {error}. {told}") from error
+
+
+def _refuse_unknown_tables(tables: Iterable[str]) -> None:
+    """A table for a backend that does not exist has no effect, which is not what whoever wrote it meant."""
+    for name in tables:
+        if name not in _BACKENDS and name not in (others := entry_points(group="hpdcp.backends").names):
+            raise InvalidArgumentError(
+                f"{config.origin_of(f'backends.{name}')}: configuration key 'backends.{name}': no backend is called "
+                f"{name!r}; known are {sorted({*_BACKENDS, *others})}."
+            )
+
+
+def _refuse_unknown(name: str, build: Callable[..., Backend], given: Mapping[str, config.Setting]) -> None:
+    """A setting that the backend's constructor has no keyword for; one that takes any keyword judges for itself."""
+    parameters = inspect.signature(build).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    keywords = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    keywords.remove("storage_options")
+    for key, setting in given.items():
+        if key in keywords or key.startswith("storage_options."):
+            continue
+        near = difflib.get_close_matches(key, keywords, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InvalidArgumentError(
-            f"backend {wanted!r} does not take the settings {sorted(options.tunables)}: {error}."
-        ) from error
+            f"{setting.origin}: configuration key {setting.key!r}: backend {name!r} has no setting {key!r}.{hint} "
+            f"Known: {', '.join(keywords)}."
+        )
 
 
 def find_layout(name: str) -> Callable[[], Any]:
@@ -84,12 +180,23 @@ def find_layout(name: str) -> Callable[[], Any]:
     return found
 
 
-def _by_scheme(url: str) -> str:
+def _by_place(url: str) -> str:
     scheme = _scheme(url)
     if scheme in _LOCAL_SCHEMES:
-        return "local"
-    raise NotSupportedError(
-        f"{url}: this hpdcp has no backend for {scheme}:// yet; it knows local paths and file:// URLs. "
+        return "nfs" if is_nfs(url) else "local"
+    if scheme in _OWN_SCHEMES:
+        return _OWN_SCHEMES[scheme]
+    import fsspec  # only now: a local checkpoint has no use for it
+
+    known = sorted(set(fsspec.available_protocols()) - _WRAPPERS)
+    if scheme in known:
+        return "fsspec"
+    near = difflib.get_close_matches(scheme, known, n=2, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(f'{name}://' for name in near)}?" if near else ""
+    others = ", ".join(name for name in known if name not in {*_LOCAL_SCHEMES, *_OWN_SCHEMES})
+    raise InvalidArgumentError(
+        f"{without_password(url)}: nothing here serves {scheme}://.{hint} Known are local paths and file://, s3://, "
+        f"and by fsspec's packages {others}. "
         "A backend of another package is chosen by its name: hpdcp.config.using(backend=...)."
     )
 
@@ -104,8 +211,7 @@ def _find(name: str, kind: str, known: Mapping[str, str], group: str) -> Callabl
     if spec is None:
         others = {point.name: point for point in entry_points(group=group)}
         if name in others:
-            loaded: Callable[..., Any] = others[name].load()
-            return loaded
+            return _load(others[name], kind)
         raise InvalidArgumentError(f"no {kind} is called {name!r}; known are {sorted({*known, *others})}.")
     module, _, attribute = spec.partition(":")
     try:
@@ -115,3 +221,12 @@ def _find(name: str, kind: str, known: Mapping[str, str], group: str) -> Callabl
         advice = f' Install it: pip install "hpdcp[{extra}]".' if extra else ""
         raise NotSupportedError(f"the {kind} {name!r} cannot be used: {error}.{advice}") from error
     return found
+
+
+def _load(point: EntryPoint, kind: str) -> Callable[..., Any]:
+    try:
+        loaded: Callable[..., Any] = point.load()
+    except (ImportError, AttributeError) as error:
+        package = point.dist.name if point.dist is not None else "its package"
+        raise NotSupportedError(f"the {kind} {point.name!r} of {package} cannot be used: {error}.") from error
+    return loaded

@@ -134,13 +134,15 @@ class GenericBackend(Backend):
         scheme = _SCHEME.match(url)
         self._protocol = scheme[1].lower() if scheme else "file"
         address, slash, path = (url[scheme.end() :] if scheme else os.path.abspath(url)).partition("/")
-        self.url = without_password(url.rstrip("/") or url)
+        path = path.strip("/")
+        shown = f"{self._protocol}://{address}{slash if path else ''}{path}" if scheme else f"/{path}"
+        self.url = without_password(shown)
         self._secrets = _passwords(address)
         self._kind = _file_system_class(self._protocol, self.url)
         # Only the address says how to connect; a path that looks like a query must not.
         connection = f"{self._protocol}://{address}{slash}{quote(path)}"
         self._arguments = {**self._kind._get_kwargs_from_urls(connection), **(storage_options or {})}
-        self._root = self._path_within(address, path.strip("/"))
+        self._root = self._path_within(address, path)
         self._style: Literal["put", "rename"] | None
         if publish is None:
             self._style = "put" if self._protocol in _PUT else "rename" if self._protocol in _RENAME else None
