@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import os
-import re
-import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, Final
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import ClassVar
 
-from hpdcp.backend import (
-    TEMPORARY_PREFIX,
-    Backend,
-    ByteRange,
-    KeyInfo,
-    checked_buffers,
-    checked_key,
-    spare_cores,
-    storage_error,
-    truncated,
-)
-from hpdcp.errors import CheckpointNotFoundError, HpdcpError, InvalidArgumentError, StorageError
-from hpdcp_backends._posix import (
-    OpenFiles,
-    file_size,
-    identity,
-    make_folders,
-    read_file,
-    read_fully,
-    read_tasks,
-    run_tasks,
-    sync_folder,
-    write_buffers,
-    write_fully,
-)
-
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_PARALLEL_FROM_BYTES: Final = 16 << 20
-"""Below this, starting a thread costs more than it saves."""
-_CACHED_BYTES: Final = 512 << 10
-"""Written at a time where the calling thread writes itself: what it has just made is in the processor's cache still."""
+from hpdcp.backend import ByteRange, spare_cores
+from hpdcp.errors import InvalidArgumentError
+from hpdcp_backends._posix import OpenFile, OpenFiles
+from hpdcp_backends._posix_backend import PosixBackend, at_least
 
 
-class LocalBackend(Backend):
-    """A folder, given as a path or as `file://` and a path; `~` is expanded, and a relative path is resolved at once.
-
-    What follows `file://` is taken as it stands: `%20` is not a space (fsspec does the same).
+class LocalBackend(PosixBackend):
+    """A folder of this host, given as a path or as `file://` and a path.
 
     Args:
-        url: The folder.
+        url: The folder; `~` is expanded, and a relative path is resolved at once.
         storage_options: Nothing; a local folder has no options, and one that is given is refused.
         write_threads: Threads that write while the calling one prepares the next buffers; 0 writes in the calling
             one. One by default where a core is free for it: file systems that let only one thread write a file at a
@@ -64,7 +32,6 @@ class LocalBackend(Backend):
     remote: ClassVar[bool] = False
     shares_page_cache: ClassVar[bool] = True
 
-    conditional_create = True
     coalesce_gap = 16 << 10
     max_read_bytes = 64 << 20
 
@@ -78,89 +45,16 @@ class LocalBackend(Backend):
         block_bytes: int = 8 << 20,
         max_open_files: int = 8,
     ) -> None:
-        if storage_options:
-            raise InvalidArgumentError(
-                f"a local folder takes no storage_options, but {sorted(storage_options)} were given."
-            )
         cores = spare_cores()
-        self._write_threads = min(1, cores - 1) if write_threads is None else write_threads
-        self._read_threads = min(4, cores) if read_threads is None else read_threads
-        for option, value, least in (
-            ("write_threads", self._write_threads, 0),
-            ("read_threads", self._read_threads, 1),
-            ("block_bytes", block_bytes, 1),
-            ("max_open_files", max_open_files, 1),
-        ):
-            if value < least:
-                raise InvalidArgumentError(f"{option} is {value}; expected at least {least}.")
-        self.url = _absolute(url)
-        self.write_window = block_bytes * (2 * self._write_threads + 1)
-        self._block_bytes = block_bytes
+        super().__init__(
+            url,
+            storage_options=storage_options,
+            write_threads=min(1, cores - 1) if write_threads is None else write_threads,
+            read_threads=min(4, cores) if read_threads is None else read_threads,
+            block_bytes=block_bytes,
+        )
+        at_least("max_open_files", max_open_files, 1)
         self._files = OpenFiles(max_open_files)
-
-    def prepare(self) -> None:
-        with self._translating("create the folder"):
-            make_folders(self.url)
-
-    def list_keys(self, under: str = "", *, recursive: bool = False) -> list[KeyInfo]:
-        if under:
-            checked_key(under)
-        found: list[KeyInfo] = []
-        with self._translating("list"):
-            try:
-                os.stat(os.path.join(self.url, ""))
-            except FileNotFoundError:
-                raise CheckpointNotFoundError(f"{self.url} is not there.") from None
-            self._scan(under, recursive, found)
-        return sorted(found, key=lambda info: info.key)
-
-    def _scan(self, under: str, recursive: bool, found: list[KeyInfo]) -> None:
-        try:
-            entries = os.scandir(os.path.join(self.url, under))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        with entries:
-            for entry in entries:
-                key = f"{under}/{entry.name}" if under else entry.name
-                if not _can_be_key(key):
-                    continue
-                if recursive and entry.is_dir(follow_symlinks=False):
-                    self._scan(key, recursive, found)
-                elif entry.is_file():
-                    # A file may vanish between its name and its status.
-                    with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat()
-                        found.append(KeyInfo(key, status.st_size, status.st_mtime))
-
-    def size(self, key: str) -> int:
-        path = self._path(key)
-        with self._translating("look at", key):
-            return file_size(path)
-
-    def read(self, key: str) -> bytes:
-        path = self._path(key)
-        with self._translating("read", key):
-            data, size = read_file(path)
-        if len(data) < size:
-            raise truncated(key, self.url, ByteRange(0, size), len(data))
-        return data
-
-    def read_ranges(self, key: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
-        path = self._path(key)
-        views = checked_buffers(key, ranges, into)
-        tasks = read_tasks(ranges, views, block_bytes=self._block_bytes)
-        total = sum(map(len, views))
-        threads = self._read_threads if total >= _PARALLEL_FROM_BYTES else 1
-        with self._translating("read", key), self._files.use(path) as file:
-            _check_size(key, self.url, ranges, file.size)
-
-            def read_task(buffers: list[memoryview], offset: int) -> None:
-                wanted = sum(map(len, buffers))
-                count = read_fully(file.descriptor, buffers, offset)
-                if count < wanted:
-                    raise truncated(key, self.url, ByteRange(offset, wanted), offset + count)
-
-            run_tasks(tasks, read_task, threads=threads)
 
     def map_range(self, key: str, range_: ByteRange) -> memoryview:
         """As `Backend.map_range`; the system is asked to read the range ahead.
@@ -172,7 +66,7 @@ class LocalBackend(Backend):
         if range_.offset < 0 or range_.length < 0:
             raise InvalidArgumentError(f"key {key!r}: {range_} is no range; expected an offset and a length from 0.")
         with self._translating("map", key), self._files.use(path) as file:
-            _check_size(key, self.url, [range_], file.size)
+            self._check_size(key, [range_], file.size)
             if range_.length == 0:
                 return memoryview(b"")
             mapping = file.map()
@@ -180,143 +74,11 @@ class LocalBackend(Backend):
             mapping.madvise(mmap.MADV_WILLNEED, start, range_.stop - start)
             return memoryview(mapping)[range_.offset : range_.stop]
 
-    def write(self, key: str, buffers: Iterable[memoryview], *, size: int, exclusive: bool) -> None:
-        path = self._path(key)
-        if exclusive:
-            self._create(key, path, buffers, size)
-        else:
-            self._replace(key, path, buffers, size)
-
-    def publish(self, key: str, data: bytes) -> None:
-        self._replace(key, self._path(key), [memoryview(data)], len(data))
-
-    def delete(self, keys: Iterable[str]) -> None:
-        paths = {key: self._path(key) for key in keys}
-        folders: dict[str, str] = {}
-        failure: StorageError | None = None
-        for key, path in paths.items():
-            self._files.forget(path)
-            try:
-                os.unlink(path)
-                folders[os.path.dirname(path)] = key
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:
-                failure = failure or storage_error(error, doing="delete", url=self.url, key=key)
-        for folder, key in folders.items():
-            if folder != self.url:
-                # One that still holds something refuses, and one that others are about to fill is made again.
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)
-                    folder = os.path.dirname(folder)
-            try:
-                sync_folder(folder)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                failure = failure or storage_error(error, doing="delete", url=self.url, key=key)
-        if failure is not None:
-            raise failure
-
     def close(self) -> None:
         self._files.close()
 
-    def _path(self, key: str) -> str:
-        return os.path.join(self.url, checked_key(key))
+    def _opened(self, path: str) -> AbstractContextManager[OpenFile]:
+        return self._files.use(path)
 
-    @contextlib.contextmanager
-    def _translating(self, doing: str, key: str | None = None) -> Iterator[None]:
-        try:
-            yield
-        except HpdcpError:
-            raise
-        except OSError as error:
-            raise storage_error(error, doing=doing, url=self.url, key=key) from error
-
-    def _replace(self, key: str, path: str, buffers: Iterable[memoryview], size: int) -> None:
-        """Write a file of another name in the same folder, then give it this name."""
-        temporary = os.path.join(os.path.dirname(path), TEMPORARY_PREFIX + secrets.token_hex(8))
-        self._create(key, temporary, buffers, size, rename_to=path)
-
-    def _create(
-        self, key: str, path: str, buffers: Iterable[memoryview], size: int, *, rename_to: str | None = None
-    ) -> None:
-        """Write a file that is not there yet, durably; remove it again, and only it, if anything fails."""
-        with self._translating("create", key):
-            descriptor = self._open_new(key, path)
-        created = identity(os.fstat(descriptor))[:2]
-        try:
-            try:
-                self._fill(key, descriptor, buffers, size)
-            finally:
-                # Network file systems report what fsync did not at close.
-                with self._translating("close", key):
-                    os.close(descriptor)
-            with self._translating("write", key):
-                if rename_to is not None:
-                    os.replace(path, rename_to)
-                sync_folder(os.path.dirname(path))
-        except BaseException:
-            # After the rename there is nothing under `path`: the key keeps the new bytes, whole, if not yet durable.
-            with contextlib.suppress(OSError):
-                if identity(os.stat(path, follow_symlinks=False))[:2] == created:
-                    os.unlink(path)
-            raise
-
-    def _open_new(self, key: str, path: str) -> int:
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        try:
-            return os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            if not os.path.isdir(self.url):
-                raise StorageError(
-                    f"cannot create {key!r} in {self.url}: that folder is not there (prepare() makes it)."
-                ) from None
-        make_folders(os.path.dirname(path))
-        return os.open(path, flags, 0o666)
-
-    def _fill(self, key: str, descriptor: int, buffers: Iterable[memoryview], size: int) -> None:
-        def write_batch(batch: Sequence[memoryview], offset: int) -> None:
-            # Here and not around the loop: what the buffers themselves raise is not this file's failure.
-            with self._translating("write", key):
-                write_fully(descriptor, batch, offset)
-
-        helpers = self._write_threads if size >= _PARALLEL_FROM_BYTES else 0
-        where = f"cannot write {key!r} in {self.url}"
-        block = self._block_bytes if helpers else min(self._block_bytes, _CACHED_BYTES)
-        write_buffers(buffers, write_batch, size=size, block_bytes=block, helpers=helpers, where=where)
-        with self._translating("write", key):
-            os.fsync(descriptor)
-
-
-def _absolute(url: str) -> str:
-    """The absolute path of the folder `url` names."""
-    path = url
-    scheme = _SCHEME.match(url)
-    if scheme is not None:
-        path = url[scheme.end() :].removeprefix("localhost/")
-        if scheme[1].lower() != "file":
-            raise InvalidArgumentError(f"{url!r} is not a local folder: expected a path, or file:// and a path.")
-        if url[scheme.end() :].startswith("localhost/"):
-            path = "/" + path
-        if not path.startswith(("/", "~")):
-            raise InvalidArgumentError(f"{url!r} names a host: expected file:/// and an absolute path.")
-    if not path or "\0" in path:
-        raise InvalidArgumentError(f"{url!r} names no folder: expected a path, or file:// and a path.")
-    path = os.path.expanduser(path)
-    # abspath() removes `..` by text alone, which goes astray where the component before it is a symbolic link.
-    return os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
-
-
-def _can_be_key(name: str) -> bool:
-    try:
-        checked_key(name)
-    except InvalidArgumentError:
-        return False
-    return True
-
-
-def _check_size(key: str, url: str, ranges: Sequence[ByteRange], size: int) -> None:
-    furthest = max(ranges, key=lambda range_: range_.stop, default=None)
-    if furthest is not None and furthest.stop > size:
-        raise truncated(key, url, furthest, size)
+    def _forget(self, path: str) -> None:
+        self._files.forget(path)

@@ -1,0 +1,337 @@
+"""What every backend on mounted folders does alike; how names are looked up is each one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Final, TypeVar
+
+from hpdcp.backend import (
+    TEMPORARY_PREFIX,
+    Backend,
+    ByteRange,
+    KeyInfo,
+    checked_buffers,
+    checked_key,
+    storage_error,
+    truncated,
+)
+from hpdcp.errors import CheckpointNotFoundError, HpdcpError, InvalidArgumentError, StorageError
+from hpdcp_backends._posix import (
+    OpenFile,
+    identity,
+    make_folders,
+    read_file,
+    read_fully,
+    read_tasks,
+    run_tasks,
+    sync_folder,
+    write_buffers,
+    write_fully,
+)
+
+T = TypeVar("T")
+
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_PARALLEL_FROM_BYTES: Final = 16 << 20
+"""Below this, starting a thread costs more than it saves."""
+_CACHED_BYTES: Final = 512 << 10
+"""Written at a time where the calling thread writes itself: what it has just made is in the processor's cache still."""
+
+
+class PosixBackend(Backend):
+    """A folder, given as a path or as `file://` and a path; `~` is expanded, and a relative path is resolved at once.
+
+    What follows `file://` is taken as it stands: `%20` is not a space (fsspec does the same).
+
+    Args:
+        url: The folder.
+        storage_options: Nothing; a mounted folder has no options, and one that is given is refused.
+        write_threads: Threads that write while the calling one prepares the next buffers; 0 writes in the calling one.
+        read_threads: Threads that read one `read_ranges` together.
+        block_bytes: Bytes per system call.
+    """
+
+    conditional_create = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        storage_options: Mapping[str, object] | None,
+        write_threads: int,
+        read_threads: int,
+        block_bytes: int,
+    ) -> None:
+        if storage_options:
+            raise InvalidArgumentError(
+                f"the backend {self.name!r} takes no storage_options, but {sorted(storage_options)} were given."
+            )
+        at_least("write_threads", write_threads, 0)
+        at_least("read_threads", read_threads, 1)
+        at_least("block_bytes", block_bytes, 1)
+        self.url = _absolute(url)
+        self.write_window = block_bytes * (2 * write_threads + 1)
+        self._write_threads = write_threads
+        self._read_threads = read_threads
+        self._block_bytes = block_bytes
+
+    @abstractmethod
+    def _opened(self, path: str) -> AbstractContextManager[OpenFile]:
+        """The file at `path` as it is now, open for reading."""
+
+    def _entries(self, folder: str) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
+        """What the folder holds now."""
+        return os.scandir(folder)
+
+    def _looking_up(self, path: str, look: Callable[[], T]) -> T:
+        """`look()`, which finds out something about the name `path`; again, where what it found may be out of date."""
+        del path
+        return look()
+
+    def prepare(self) -> None:
+        with self._translating("create the folder"):
+            self._looking_up(self.url, partial(make_folders, self.url))
+
+    def list_keys(self, under: str = "", *, recursive: bool = False) -> list[KeyInfo]:
+        if under:
+            checked_key(under)
+        found: list[KeyInfo] = []
+        with self._translating("list"):
+            try:
+                self._looking_up(self.url, partial(os.stat, os.path.join(self.url, "")))
+            except FileNotFoundError:
+                raise CheckpointNotFoundError(f"{self.url} is not there.") from None
+            self._scan(under, recursive, found)
+        return sorted(found, key=lambda info: info.key)
+
+    def _scan(self, under: str, recursive: bool, found: list[KeyInfo]) -> None:
+        folder = os.path.join(self.url, under)
+        try:
+            found.extend(self._looking_up(folder, partial(self._listed, folder, under, recursive)))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+
+    def _listed(self, folder: str, under: str, recursive: bool) -> list[KeyInfo]:
+        found: list[KeyInfo] = []
+        folders: list[str] = []
+        with self._entries(folder) as entries:
+            for entry in entries:
+                key = f"{under}/{entry.name}" if under else entry.name
+                if not self._can_be_key(key):
+                    continue
+                if recursive and entry.is_dir(follow_symlinks=False):
+                    folders.append(key)
+                elif entry.is_file():
+                    # A file may vanish between its name and its status.
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat()
+                        found.append(KeyInfo(key, status.st_size, status.st_mtime))
+        for key in folders:
+            self._scan(key, recursive, found)
+        return found
+
+    def size(self, key: str) -> int:
+        path = self._path(key)
+
+        def look() -> int:
+            with self._opened(path) as file:
+                return file.size
+
+        with self._translating("look at", key):
+            return self._looking_up(path, look)
+
+    def read(self, key: str) -> bytes:
+        path = self._path(key)
+        with self._translating("read", key):
+            data, size = self._looking_up(path, partial(read_file, path))
+        if len(data) < size:
+            raise truncated(key, self.url, ByteRange(0, size), len(data))
+        return data
+
+    def read_ranges(self, key: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
+        path = self._path(key)
+        views = checked_buffers(key, ranges, into)
+        tasks = read_tasks(ranges, views, block_bytes=self._block_bytes)
+        total = sum(map(len, views))
+        threads = self._read_threads if total >= _PARALLEL_FROM_BYTES else 1
+
+        def look() -> None:
+            with self._opened(path) as file:
+                self._check_size(key, ranges, file.size)
+
+                def read_task(buffers: list[memoryview], offset: int) -> None:
+                    wanted = sum(map(len, buffers))
+                    count = read_fully(file.descriptor, buffers, offset)
+                    if count < wanted:
+                        raise truncated(key, self.url, ByteRange(offset, wanted), offset + count)
+
+                run_tasks(tasks, read_task, threads=threads)
+
+        with self._translating("read", key):
+            self._looking_up(path, look)
+
+    def write(self, key: str, buffers: Iterable[memoryview], *, size: int, exclusive: bool) -> None:
+        path = self._path(key)
+        if exclusive:
+            self._create(key, path, buffers, size)
+        else:
+            self._replace(key, path, buffers, size)
+
+    def publish(self, key: str, data: bytes) -> None:
+        self._replace(key, self._path(key), [memoryview(data)], len(data))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        paths = {key: self._path(key) for key in keys}
+        folders: dict[str, str] = {}
+        failure: StorageError | None = None
+        for key, path in paths.items():
+            self._forget(path)
+            try:
+                self._looking_up(path, partial(os.unlink, path))
+                folders[os.path.dirname(path)] = key
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                failure = failure or storage_error(error, doing="delete", url=self.url, key=key)
+        for folder, key in folders.items():
+            if folder != self.url and self._remove_empty(folder):
+                folder = os.path.dirname(folder)
+            try:
+                sync_folder(folder)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failure = failure or storage_error(error, doing="delete", url=self.url, key=key)
+        if failure is not None:
+            raise failure
+
+    def _forget(self, path: str) -> None:
+        """Close what is open of `path`: the space of a file that is deleted is free only then."""
+
+    def _remove_empty(self, folder: str) -> bool:
+        """Remove the folder if that is possible; whether it was."""
+        # One that still holds something refuses, and one that others are about to fill is made again.
+        try:
+            os.rmdir(folder)
+        except OSError:
+            return False
+        return True
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self.url, checked_key(key))
+
+    def _can_be_key(self, name: str) -> bool:
+        try:
+            checked_key(name)
+        except InvalidArgumentError:
+            return False
+        return True
+
+    def _check_size(self, key: str, ranges: Sequence[ByteRange], size: int) -> None:
+        furthest = max(ranges, key=lambda range_: range_.stop, default=None)
+        if furthest is not None and furthest.stop > size:
+            raise truncated(key, self.url, furthest, size)
+
+    @contextlib.contextmanager
+    def _translating(self, doing: str, key: str | None = None) -> Iterator[None]:
+        try:
+            yield
+        except HpdcpError:
+            raise
+        except OSError as error:
+            raise storage_error(error, doing=doing, url=self.url, key=key) from error
+
+    def _replace(self, key: str, path: str, buffers: Iterable[memoryview], size: int) -> None:
+        """Write a file of another name in the same folder, then give it this name."""
+        temporary = os.path.join(os.path.dirname(path), TEMPORARY_PREFIX + secrets.token_hex(8))
+        self._create(key, temporary, buffers, size, rename_to=path)
+
+    def _create(
+        self, key: str, path: str, buffers: Iterable[memoryview], size: int, *, rename_to: str | None = None
+    ) -> None:
+        """Write a file that is not there yet, durably; remove it again, and only it, if anything fails."""
+        with self._translating("create", key):
+            descriptor = self._looking_up(path, partial(self._open_new, key, path))
+        created = identity(os.fstat(descriptor))[:2]
+        try:
+            try:
+                self._fill(key, descriptor, buffers, size)
+            except BaseException:
+                # What went wrong first is what is told.
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+                raise
+            with self._translating("write", key):
+                # Network file systems may report only here what became of the bytes.
+                os.close(descriptor)
+                if rename_to is not None:
+                    self._rename(path, rename_to, created)
+                sync_folder(os.path.dirname(path))
+        except BaseException:
+            # After the rename there is nothing under `path`: the key keeps the new bytes, whole, if not yet durable.
+            with contextlib.suppress(OSError):
+                if identity(os.stat(path, follow_symlinks=False))[:2] == created:
+                    os.unlink(path)
+            raise
+
+    def _rename(self, path: str, to: str, created: tuple[int, ...]) -> None:
+        """Give the file `created` its name."""
+        del created
+        os.replace(path, to)
+
+    def _open_new(self, key: str, path: str) -> int:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            if not os.path.isdir(self.url):
+                raise StorageError(
+                    f"cannot create {key!r} in {self.url}: that folder is not there (prepare() makes it)."
+                ) from None
+        make_folders(os.path.dirname(path))
+        return os.open(path, flags, 0o666)
+
+    def _fill(self, key: str, descriptor: int, buffers: Iterable[memoryview], size: int) -> None:
+        def write_batch(batch: Sequence[memoryview], offset: int) -> None:
+            # Here and not around the loop: what the buffers themselves raise is not this file's failure.
+            with self._translating("write", key):
+                write_fully(descriptor, batch, offset)
+
+        helpers = self._write_threads if size >= _PARALLEL_FROM_BYTES else 0
+        where = f"cannot write {key!r} in {self.url}"
+        block = self._block_bytes if helpers else min(self._block_bytes, _CACHED_BYTES)
+        write_buffers(buffers, write_batch, size=size, block_bytes=block, helpers=helpers, where=where)
+        with self._translating("write", key):
+            os.fsync(descriptor)
+
+
+def at_least(option: str, value: int, least: int) -> None:
+    """InvalidArgumentError if the option is smaller."""
+    if value < least:
+        raise InvalidArgumentError(f"{option} is {value}; expected at least {least}.")
+
+
+def _absolute(url: str) -> str:
+    """The absolute path of the folder `url` names."""
+    path = url
+    scheme = _SCHEME.match(url)
+    if scheme is not None:
+        path = url[scheme.end() :].removeprefix("localhost/")
+        if scheme[1].lower() != "file":
+            raise InvalidArgumentError(f"{url!r} is not a local folder: expected a path, or file:// and a path.")
+        if url[scheme.end() :].startswith("localhost/"):
+            path = "/" + path
+        if not path.startswith(("/", "~")):
+            raise InvalidArgumentError(f"{url!r} names a host: expected file:/// and an absolute path.")
+    if not path or "\0" in path:
+        raise InvalidArgumentError(f"{url!r} names no folder: expected a path, or file:// and a path.")
+    path = os.path.expanduser(path)
+    # abspath() removes `..` by text alone, which goes astray where the component before it is a symbolic link.
+    return os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
