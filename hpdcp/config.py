@@ -66,7 +66,8 @@ class Route:
     """Sends the checkpoints under a prefix to a backend: one `[[routes]]` table."""
 
     prefix: str
-    """A URL or an absolute path, `~` allowed; matches itself and all below it, by whole path components."""
+    """A URL or an absolute path, `~` allowed; matches itself and all below it, by whole path components. `file:///data`
+    is `/data`."""
     backend: str = "auto"
     """Name of the backend; `auto` leaves the choice to the scheme or file system, and only `options` apply."""
     options: BackendSettings = field(default_factory=BackendSettings)
@@ -74,7 +75,11 @@ class Route:
 
     def matches(self, url: str) -> bool:
         """Whether `url`, in the same form as the prefix (absolute path, or with its scheme), lies under it."""
-        prefix = os.path.expanduser(self.prefix)
+        scheme, found, rest = self.prefix.partition("://")
+        if found and scheme.lower() not in ("file", "local"):
+            prefix = f"{scheme.lower()}://{rest}"
+        else:
+            prefix = os.path.expanduser(rest if found else self.prefix)
         below = prefix if prefix.endswith("/") else prefix + "/"
         return url.startswith(below) or url == below.removesuffix("/")
 
@@ -178,14 +183,41 @@ def effective() -> list[Setting]:
         found.append(Setting(name, getattr(config, name), "default" if node is None else _origin(node)))
     for position, route in enumerate(config.routes):
         found.append(Setting(f"routes[{position}]", _plain(route), _origin(tree["routes"])))
-    for name, settings in sorted(config.backends.items()):
-        table = _table(name, _table("backends", tree["backends"])[name])
-        options = _table(name, table.get("storage_options", {}))
-        for key, value in sorted(settings.tunables.items()):
-            found.append(Setting(f"backends.{name}.{key}", value, _origin(table[key])))
-        for key, value in sorted(settings.storage_options.items()):
-            found.append(Setting(f"backends.{name}.storage_options.{key}", value, _origin(options[key])))
+    for name in sorted(config.backends):
+        where = f"backends.{name}"
+        found += _settings_of(where, _table(where, _table("backends", tree["backends"])[name])).values()
     return found
+
+
+def settings_at(backend: str, url: str) -> dict[str, Setting]:
+    """What `Config.settings_for` gives the backend of that name at `url`, and where each of it comes from.
+
+    By the name of the tunable, or `storage_options.NAME`.
+    """
+    tree = _merged()
+    config = _build(tree)
+    tables = _table("backends", tree.get("backends", {}))
+    found = _settings_of(f"backends.{backend}", _table(f"backends.{backend}", tables.get(backend, {})))
+    route = config.route_for(url)
+    if route is not None and route.backend in ("auto", backend):
+        options = _sourced({"options": _plain(route.options)}, _origin(tree["routes"]))["options"]
+        found |= _settings_of(f"routes[{config.routes.index(route)}].options", _table("options", options))
+    return found
+
+
+def origin_of(*path: str) -> str:
+    """Where the key, as in `("backends", "s3")`, or the first of the keys below it comes from; `default` for none."""
+    node: _Node | None = _merged()
+    for part in path:
+        node = node.get(part) if isinstance(node, dict) else None
+    return "default" if node is None else _origin(node)
+
+
+def _settings_of(where: str, table: _Tree) -> dict[str, Setting]:
+    options = _table(f"{where}.storage_options", table.get("storage_options", {}))
+    nodes = {key: node for key, node in table.items() if key != "storage_options"}
+    nodes |= {f"storage_options.{key}": node for key, node in options.items()}
+    return {key: Setting(f"{where}.{key}", _value(node), _origin(node)) for key, node in sorted(nodes.items())}
 
 
 @contextmanager
@@ -469,7 +501,9 @@ def _bytes_if_size(value: object) -> object:
 
 def _routes(node: _Node) -> tuple[Route, ...]:
     if not isinstance(node, _Given) or not isinstance(node.value, (list, tuple)):
-        raise _unfit("routes", node, "a list of tables, each with 'prefix', 'backend' and 'options'")
+        raise _unfit(
+            "routes", node, "a list of tables with 'prefix', 'backend' and 'options' (JSON in the environment)"
+        )
     return tuple(_route(f"routes[{at}]", entry, node.origin) for at, entry in enumerate(node.value))
 
 

@@ -147,18 +147,17 @@ def _refuse_unknown_tables(tables: Iterable[str]) -> None:
     for name in tables:
         if name not in _BACKENDS and name not in (others := entry_points(group="hpdcp.backends").names):
             raise InvalidArgumentError(
-                f"{config.origin_of(f'backends.{name}')}: configuration key 'backends.{name}': no backend is called "
+                f"{config.origin_of('backends', name)}: configuration key 'backends.{name}': no backend is called "
                 f"{name!r}; known are {sorted({*_BACKENDS, *others})}."
             )
 
 
 def _refuse_unknown(name: str, build: Callable[..., Backend], given: Mapping[str, config.Setting]) -> None:
     """A setting that the backend's constructor has no keyword for; one that takes any keyword judges for itself."""
-    parameters = inspect.signature(build).parameters.values()
+    parameters = list(inspect.signature(build).parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
-    keywords = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    keywords.remove("storage_options")
+    keywords = [parameter.name for parameter in parameters[1:] if parameter.name != "storage_options"]
     for key, setting in given.items():
         if key in keywords or key.startswith("storage_options."):
             continue
