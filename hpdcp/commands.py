@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -23,6 +24,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from hpdcp import config
+from hpdcp.filesystem_storage import FileSystemReader
 from hpdcp.inspect import CheckpointReport, EntryReport, inspect_checkpoint
 from hpdcp.tables import EntryKind
 from hpdcp.verify import VerifyReport, verify_checkpoint
@@ -43,6 +45,41 @@ config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The 
 app.add_typer(config_app, name="config")
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The checkpoint's folder or URL.", show_default=False)]
+BackendName = Annotated[
+    str | None, typer.Option("--backend", metavar="NAME", help="In place of the configured one: local, s3, fsspec, …")
+]
+
+
+def _read_options(text: str) -> dict[str, object]:
+    """Storage options as they are given on a command line: JSON, or `@` and a file of it. Values may be secrets."""
+    where = "the text"
+    if text.startswith("@"):
+        where = text[1:]
+        try:
+            text = Path(where).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"{where!r} cannot be read: {error}. Expected a file of JSON.") from None
+    example = """{"anon": true}"""
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        reason = str(error)
+        raise typer.BadParameter(f"{where} is not JSON ({reason}): expected an object, such as '{example}'.") from None
+    if not isinstance(options, dict):
+        kind = type(options).__name__
+        raise typer.BadParameter(f"{where} is JSON, but a {kind}: expected an object, such as '{example}'.")
+    return options
+
+
+StorageOptions = Annotated[
+    dict[str, object] | None,
+    typer.Option(
+        "--storage-options",
+        metavar="JSON|@FILE",
+        parser=_read_options,
+        help="fsspec's options for the place, over the configured ones. Secrets are safer in @FILE or the environment.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead of tables; sizes in bytes.")]
 
 
@@ -72,11 +109,14 @@ def inspect(
     limit: Annotated[
         int | None, typer.Option("--limit", metavar="N", min=0, help="At most N rows of each table.")
     ] = None,
+    backend: BackendName = None,
+    storage_options: StorageOptions = None,
 ) -> None:
     """Show what a checkpoint holds: tensors, Python values, files. Reads its metadata and runs nothing of it."""
     if tree and as_json:
         raise typer.BadParameter("--tree and --json exclude each other.")
-    report = inspect_checkpoint(url, pattern=pattern)
+    reader = FileSystemReader(backend=backend, storage_options=storage_options)
+    report = inspect_checkpoint(url, pattern=pattern, reader=reader)
     if as_json:
         _print_json(_as_document(report))
     elif tree:
@@ -86,15 +126,18 @@ def inspect(
 
 
 @app.command()
-def verify(url: Url, as_json: AsJson = False) -> None:
+def verify(
+    url: Url, as_json: AsJson = False, backend: BackendName = None, storage_options: StorageOptions = None
+) -> None:
     """Read every byte of a checkpoint and compare every checksum. Exit status 1 when something is damaged."""
+    reader = FileSystemReader(backend=backend, storage_options=storage_options)
     with Progress(
         BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
         console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty(),
     ) as progress:  # fmt: skip
         task = progress.add_task("verify", total=None)
         report = verify_checkpoint(
-            url, on_progress=lambda done, total: progress.update(task, completed=done, total=total)
+            url, reader=reader, on_progress=lambda done, total: progress.update(task, completed=done, total=total)
         )
     if as_json:
         _print_json({**asdict(report), "is_sound": report.is_sound})
