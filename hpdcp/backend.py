@@ -171,6 +171,14 @@ class Backend(ABC):
         The folder of a removed key goes as well when that leaves it empty; the root stays.
         """
 
+    def remove_leftovers(self, *, silent_for: float) -> None:
+        """Remove what writers that were killed have left under the root: temporary files, uploads that never ended.
+
+        Only what bears this backend's own marks, and was not touched for `silent_for` seconds, by the store's clock: its
+        writer may live still. Keys stay as they are. Nothing happens where nothing can be left.
+        """
+        del silent_for
+
     def close(self) -> None:
         """Let go of files, connections and threads; views handed out by `map_range` stay good. Idempotent."""
 

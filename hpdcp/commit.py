@@ -169,6 +169,7 @@ class Attempt:
             self.backend.delete(_orphans(self.backend, self.claim.superseded, keep=ours | {key for key, _ in kept}))
         if kept != self.claim.replaced:
             self.backend.publish(CLAIM, replace(self.claim, replaced=kept).to_bytes())
+        self.backend.remove_leftovers(silent_for=SILENT_SECONDS)
 
 
 def publish_or_doubt(backend: Backend, key: str, data: bytes) -> None:
