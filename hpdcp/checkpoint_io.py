@@ -61,6 +61,7 @@ class SafetensorsLayout(Layout):
     """One safetensors file, and one objects file, for each rank."""
 
     name: ClassVar[str] = "safetensors"
+    plain_extents: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._written: list[str] = []
@@ -198,6 +199,7 @@ class _DataFile:
     def pieces(self) -> Iterator[memoryview]:
         """The file's bytes in order, checksummed as they go by."""
         yield memoryview(self._header[0])
+        self._planner.expect([extent.item for extent in self._extents])
         for extent in self._extents:
             running = _BlockChecksums()
             for piece in self._bytes_of(extent.item):
@@ -216,7 +218,8 @@ class _DataFile:
         if item.kind is EntryKind.OBJECT:
             yield memoryview(self._planner.get_bytes(item))
         else:
-            yield from byte_pieces(self._planner.get_tensor(item))
+            for part in self._planner.get_parts(item):
+                yield from byte_pieces(part)
 
 
 class _BlockChecksums:

@@ -45,6 +45,9 @@ class Layout(ABC):
 
     name: ClassVar[str]
 
+    plain_extents: ClassVar[bool] = False
+    """Whether what is stored of a chunk is its elements and nothing else, in row-major order."""
+
     @abstractmethod
     def write(self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming) -> WriteResults:
         """Store every item durably under names of `naming`; one result for each item, in the plan's order.

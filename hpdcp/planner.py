@@ -221,8 +221,8 @@ class SavePlanner(ABC):
     3. `build_global_plan`  the coordinator, once, over all ranks' local plans (skipped on the other ranks; without
                             collectives every rank calls it on its own plan alone)
     4. `finalize_plan`      every rank, with its part of the global plan
-    5. `waves`, and in each `get_tensor` / `get_bytes`  every rank, once or more for each item of its final plan and
-                            for what it compares with other ranks, from one thread
+    5. `waves`, and in each `expect`, then `get_parts` / `get_tensor` / `get_bytes`  every rank, once or more for each
+                            item of its final plan and for what it compares with other ranks, from one thread
     6. `finish_write`       every rank
 
     Where `cache_key` says on every rank that an earlier plan is right for this state, 2 and 3 are skipped, and
@@ -275,9 +275,24 @@ class SavePlanner(ABC):
         """Nothing of the state is asked for any more; every rank, before the commit."""
         return
 
+    def expect(self, items: Sequence[WriteItem]) -> None:
+        """These will be asked for next, in this order, unless something fails. A layout that knows its order says so.
+
+        A planner that fetches its state from somewhere can then fetch ahead.
+        """
+        return
+
     @abstractmethod
     def get_tensor(self, item: WriteItem) -> torch.Tensor:
         """The memory of a TENSOR item, shaped `item.index.sizes`: any device, any strides; never a copy of a whole."""
+
+    def get_parts(self, item: WriteItem) -> Iterable[torch.Tensor]:
+        """The elements of a TENSOR item in row-major order, in one tensor after another, of any shapes.
+
+        The whole as `get_tensor` gives it, unless overridden. A planner that has not all of a tensor in memory at a
+        time brings each part when it is asked for it, and may do as it likes with one that nobody holds any more.
+        """
+        return (self.get_tensor(item),)
 
     @abstractmethod
     def get_bytes(self, item: WriteItem) -> bytes:
