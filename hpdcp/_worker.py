@@ -28,9 +28,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from hpdcp import config, timing
 from hpdcp.arena import Segment
 from hpdcp.async_jobs import DEAD, Coordination, Job, open_store, workers_key
-from hpdcp.collectives import Alone, Exchange, ProcessGroupExchange
+from hpdcp.collectives import ProcessGroupExchange
 from hpdcp.commit import METADATA, read_or_none
 from hpdcp.errors import HpdcpError, PeerLostError, StateDictError
+from hpdcp.exchange import Alone, Exchange
 from hpdcp.mailbox import Mailbox
 from hpdcp.metadata import Metadata
 from hpdcp.plan_cache import PLANS

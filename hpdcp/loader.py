@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hpdcp import config, progress
 from hpdcp.broadcast import broadcast_groups_for_load, read_and_broadcast
-from hpdcp.collectives import Alone, Exchange, ProcessGroupExchange
+from hpdcp.collectives import ProcessGroupExchange
 from hpdcp.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
@@ -22,6 +22,7 @@ from hpdcp.errors import (
     LoadMismatchError,
     MissingKeysError,
 )
+from hpdcp.exchange import Alone, Exchange
 from hpdcp.load_plan import LoadPlan, decided_plan, decision_bytes
 from hpdcp.metadata import Metadata
 from hpdcp.planner import LoadPlanner, PlannerContext

@@ -18,8 +18,8 @@ from typing import Final
 import crc32c
 
 from hpdcp.backend import Backend
-from hpdcp.collectives import COORDINATOR, FramedExchange, failure_frame
 from hpdcp.errors import CheckpointError, CorruptCheckpointError, KeyNotFoundError, PeerLostError, StorageError
+from hpdcp.exchange import COORDINATOR, FramedExchange, failure_frame
 
 FOLDER_PREFIX: Final = ".mailbox-"
 _MARK: Final = b"hpdcpmsg"

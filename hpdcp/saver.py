@@ -13,10 +13,10 @@ import numpy as np
 
 from hpdcp import config, progress
 from hpdcp.checkpoint_io import block_checksums, byte_pieces
-from hpdcp.collectives import Alone, Exchange
 from hpdcp.config import ReplicaCheck
 from hpdcp.container import pack_columns, unpack_columns
 from hpdcp.errors import CommitUncertainError, HpdcpError, PeerLostError
+from hpdcp.exchange import Alone, Exchange
 from hpdcp.metadata import Metadata
 from hpdcp.objects import is_pickled
 from hpdcp.plan_cache import PLANS, CachedPlan

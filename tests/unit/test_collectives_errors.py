@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpdcp.collectives import Alone, Failed, joint_error, open_exchange
+from hpdcp.collectives import open_exchange
 from hpdcp.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -23,6 +23,7 @@ from hpdcp.errors import (
     SupersededError,
     UnsupportedTypeError,
 )
+from hpdcp.exchange import Alone, Failed, joint_error
 
 
 def failed(*errors: tuple[int, BaseException]) -> list[Failed]:

@@ -13,8 +13,8 @@ import torch
 
 import hpdcp
 from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, PerRank, StandardSavePlanner, standard_planner
-from hpdcp.collectives import Alone
 from hpdcp.errors import UnsupportedTypeError
+from hpdcp.exchange import Alone
 from hpdcp.plan_cache import PLANS, CachedPlan, PlanCache, fingerprint
 from hpdcp.planner import PlannerContext, SavePlan
 from hpdcp.sharding import LocalShards, local_shards
