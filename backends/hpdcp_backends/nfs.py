@@ -85,6 +85,7 @@ class NfsBackend(PosixBackend):
             block_bytes=block_bytes,
         )
         self._quiet = _QuietFolders()
+        self._arrived = False
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[OpenFile]:
@@ -109,6 +110,11 @@ class NfsBackend(PosixBackend):
             os.close(descriptor)
 
     def _looking_up(self, path: str, look: Callable[[], T]) -> T:
+        if not self._arrived:
+            # Another host may have made, or moved, folders above the root; once is enough for one checkpoint.
+            for folder in _and_above(self.url):
+                _revalidate(folder)
+            self._arrived = True
         _revalidate(os.path.dirname(path))
         for pause in _PAUSES:
             try:
@@ -171,6 +177,12 @@ class _QuietFolders:
         if len(self._seen) >= _MOST_FOLDERS:
             self._seen.clear()
         self._seen[folder] = (changed, first, when - first > _STEP_SECONDS)
+
+
+def _and_above(folder: str) -> list[str]:
+    """The folders from the root down to this one."""
+    parts = folder.strip("/").split("/")
+    return ["/", *("/" + "/".join(parts[:count]) for count in range(1, len(parts) + 1))]
 
 
 def _revalidate(folder: str) -> None:
