@@ -43,7 +43,9 @@ def run_python(
         AssertionError: the exit status is not `expect`, or the time was up; the message ends with the last output.
     """
     path = os.pathsep.join([str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | dict(environment or {})
+    # Torch would tell of every wait for the rendezvous store that is longer than a second: pages of it for a slow test.
+    usual = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = os.environ | usual | dict(environment or {})
     # A file, not a pipe: a descendant that survives would hold a pipe open, and with it this call.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
