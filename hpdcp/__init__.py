@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpdcp.filesystem_storage import FileSystemReader as FileSystemReader
     from hpdcp.filesystem_storage import FileSystemWriter as FileSystemWriter
     from hpdcp.huggingface import HuggingFaceReader as HuggingFaceReader
+    from hpdcp.huggingface_names import Part as Part
     from hpdcp.metadata import CHUNK_INFO as CHUNK_INFO
     from hpdcp.metadata import ChunkInfo as ChunkInfo
     from hpdcp.metadata import ChunkStorageMetadata as ChunkStorageMetadata
@@ -46,6 +47,7 @@ _HOMES: Final = {
     "FileSystemWriter": "filesystem_storage",
     "HuggingFaceReader": "huggingface",
     "Metadata": "metadata",
+    "Part": "huggingface_names",
     "PerRank": "metadata",
     "RaggedShard": "ragged",
     "StandardLoadPlanner": "standard_planner",
@@ -72,6 +74,7 @@ __all__ = [
     "FileSystemWriter",
     "HuggingFaceReader",
     "Metadata",
+    "Part",
     "PerRank",
     "RaggedShard",
     "StandardLoadPlanner",

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
 
-from hpdcp import config, huggingface_files, progress, registry
+from hpdcp import config, progress, registry
 from hpdcp.backend import Backend
 from hpdcp.commit import (
     CLAIM,
@@ -27,6 +27,8 @@ from hpdcp.errors import (
     KeyNotFoundError,
 )
 from hpdcp.folder_save import FolderSave, SaveByAll, SaveByRank, SaveIdentity, SaveSetup
+from hpdcp.huggingface_files import choose_file, read_weights
+from hpdcp.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
 from hpdcp.layout import Layout, Verify
 from hpdcp.metadata import Metadata
 from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SavePlanner
@@ -190,10 +192,10 @@ class FileSystemReader(StorageReader):
         sizes = {info.key: info.size for info in self.backend.list_keys()}
         # Traces of a save go first: somebody saved beside the weights, and means to go on from there.
         traces = any(key == CLAIM or key.startswith("_rank") or rank_of_metadata_key(key) is not None for key in sizes)
-        weights = None if traces else huggingface_files.choose_file(list(sizes), self.backend.url)
+        weights = None if traces else choose_file(list(sizes), self.backend.url)
         if weights is None:
             raise self._absent(list(sizes))
-        return huggingface_files.read_weights(self.backend, file=weights, sizes=sizes).to_metadata()
+        return weights_metadata(read_weights(self.backend, file=weights, sizes=sizes))
 
     def _absent(self, keys: Sequence[str]) -> HpdcpError:
         url = self.backend.url
@@ -211,8 +213,7 @@ class FileSystemReader(StorageReader):
 
     @property
     def mismatch_advice(self) -> str:
-        from_huggingface = self._metadata is not None and self._metadata.origin == huggingface_files.ORIGIN
-        return huggingface_files.MISMATCH_ADVICE if from_huggingface else ""
+        return MISMATCH_ADVICE if self._metadata is not None and self._metadata.origin == ORIGIN else ""
 
     def load_rank_metadata(self, rank: int) -> RankMetadata | None:
         keys = [info.key for info in self.backend.list_keys()]

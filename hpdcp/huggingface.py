@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpdcp.filesystem_storage import FileSystemReader
-from hpdcp.huggingface_files import NameMap, read_weights
+from hpdcp.huggingface_files import read_weights
+from hpdcp.huggingface_names import NameMapping, Names, weights_metadata
 from hpdcp.metadata import Metadata
 from hpdcp.storage import RankMetadata
 
@@ -22,7 +23,8 @@ class HuggingFaceReader(FileSystemReader):
         checkpoint_id: folder or URL; may be left out when `load` is given one.
         prefix: put before every stored name: `"model."` for a state dict `{"model": model.state_dict()}`.
         name_map: stored name → wanted name, before the prefix: a table, in which names that stay as they are may be
-            left out, or a function, that returns None for a tensor to leave out.
+            left out, or a function, that returns None for a tensor to leave out. A `Part` in place of a name says that
+            the tensor is one box of a larger wanted one, such as an expert's matrix in all experts' stacked ones.
         tied: a name that is not stored → the stored name of the tensor that it is tied to, as in
             `{"lm_head.weight": "model.embed_tokens.weight"}`; both are mapped as stored names are.
         file: the safetensors file in the folder to read, or its index (`*.safetensors.index.json`), such as
@@ -39,19 +41,19 @@ class HuggingFaceReader(FileSystemReader):
         checkpoint_id: str | Path | None = None,
         *,
         prefix: str = "",
-        name_map: Mapping[str, str] | Callable[[str], str | None] | None = None,
+        name_map: NameMapping | None = None,
         tied: Mapping[str, str] | None = None,
         file: str | None = None,
         backend: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(checkpoint_id, backend=backend, storage_options=storage_options)
-        self._names = NameMap(prefix, name_map, dict(tied or {}))
+        self._names = Names(prefix, name_map, dict(tied or {}))
         self._file = file
 
     def load_metadata(self) -> Metadata:
         """What the folder holds, under the mapped names; a checkpoint that hpdcp saved beside is not looked at."""
-        return read_weights(self.backend, file=self._file).to_metadata(self._names)
+        return weights_metadata(read_weights(self.backend, file=self._file), self._names)
 
     def load_rank_metadata(self, rank: int) -> RankMetadata | None:
         return None

@@ -3,27 +3,23 @@
 Such a folder has `model.safetensors`, or `model.safetensors.index.json` and the shards it names. Anybody may have made
 it, so everything is checked before a byte of a tensor is read: what the index names, that each shard is there, whole
 and holds exactly the keys the index says, and that its header fits its length. Other files beside are not looked at.
-
-`Weights.to_metadata` records all this as hpdcp's own metadata does: one chunk for each tensor, no checksums.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import crc32c
-import numpy as np
 
 from hpdcp.backend import Backend, ByteRange, checked_key
 from hpdcp.container import (
     MAX_READABLE_HEADER_BYTES,
     TORCH_NAMES,
     ParsedHeader,
-    StringColumn,
     header_length,
     parse_header,
 )
@@ -34,24 +30,13 @@ from hpdcp.errors import (
     InvalidArgumentError,
     UnsupportedFormatError,
 )
-from hpdcp.metadata import HEAD_BYTES, NO_CHECKSUMS, Metadata, StorageTable
+from hpdcp.metadata import HEAD_BYTES
 from hpdcp.mismatches import listed
-from hpdcp.paths import encode_path
 from hpdcp.read_engine import for_each_file
-from hpdcp.tables import ChunkTable, Entry, EntryKind, EntryTable
 from hpdcp.timing import log_message
 
-ORIGIN: Final = "huggingface"
-"""The setting `origin` of metadata that was made here."""
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
-MISMATCH_ADVICE: Final = (
-    "A Hugging Face folder holds the weights of one model and nothing else. Its names are mapped by "
-    "storage_reader=hpdcp.HuggingFaceReader(checkpoint_id, prefix=..., name_map=...). A weight that the model ties to "
-    "another is stored under one name only: tie the targets before the load (model.tie_weights()), or name both with "
-    "HuggingFaceReader(..., tied={'lm_head.weight': 'model.embed_tokens.weight'})."
-)
-"""What to do where a state dict asks such a folder for names it does not hold."""
 
 _INDEX_SUFFIX: Final = ".index.json"
 _PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -107,39 +92,6 @@ class WeightFile:
 
 
 @dataclass(frozen=True)
-class NameMap:
-    """Under which names a load finds the stored tensors."""
-
-    prefix: str = ""
-    """Put before every name: `"model."` for a state dict `{"model": model.state_dict()}`."""
-    name_map: Mapping[str, str] | Callable[[str], str | None] | None = None
-    """Stored name → wanted one, before the prefix. Of a table, names that are not in it stay as they are; a function
-    leaves a tensor out by returning None."""
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """A name that is not stored → the stored name of the tensor it is tied to; both are then mapped like the others."""
-
-    def path_of(self, key: str) -> tuple[str, ...] | None:
-        """The keys of the nested state dict that lead to `key`; None where it is left out.
-
-        >>> NameMap(prefix="model.").path_of("layers.0.weight")
-        ('model', 'layers.0.weight')
-        """
-        name: object = key
-        if callable(self.name_map):
-            name = self.name_map(key)
-        elif self.name_map is not None:
-            name = self.name_map.get(key, key)
-        if name is None:
-            return None
-        if not isinstance(name, str):
-            raise InvalidArgumentError(
-                f"name_map maps {key!r} to a {type(name).__name__}; expected a str, or None to leave it out."
-            )
-        *outer, last = self.prefix.split(".")
-        return (*outer, last + name)
-
-
-@dataclass(frozen=True)
 class Weights:
     """Everything a folder of weights holds, checked."""
 
@@ -151,79 +103,6 @@ class Weights:
     files: tuple[WeightFile, ...]
     header_metadata: Mapping[str, Mapping[str, str]]
     """For each file, what its header says beside the tensors, such as `{"format": "pt"}`."""
-
-    def to_metadata(self, names: NameMap | None = None) -> Metadata:
-        """As metadata of hpdcp's own: every tensor is one chunk, and no checksums are recorded.
-
-        Raises:
-            InvalidArgumentError: two tensors get one name; or `tied` names one that is stored, or none that is.
-        """
-        entries, found = self._entries(names or NameMap())
-        entries.sort(key=lambda entry: entry.fqn.encode("utf-8", "surrogatepass"))
-        stored = [(row, found[entry.fqn]) for row, entry in enumerate(entries) if entry.kind is EntryKind.TENSOR]
-        chunks = [(row, tensor) for row, tensor in stored if 0 not in tensor.torch_shape]
-        position = {file.key: number for number, file in enumerate(self.files)}
-        return Metadata(
-            EntryTable.from_entries(entries),
-            ChunkTable.from_boxes(
-                [row for row, _ in chunks],
-                [((0,) * len(tensor.torch_shape), tensor.torch_shape) for _, tensor in chunks],
-            ),
-            StorageTable(
-                file=np.array([position[tensor.file] for _, tensor in chunks], dtype=np.int32),
-                offset=np.array([tensor.offset for _, tensor in chunks], dtype=np.int64),
-                length=np.array([tensor.nbytes for _, tensor in chunks], dtype=np.int64),
-                crc_ends=np.zeros(len(chunks), dtype=np.int64),
-                crcs=np.zeros(0, dtype=np.uint32),
-                file_names=StringColumn.from_strings([file.key for file in self.files]),
-                file_sizes=np.array([file.size for file in self.files], dtype=np.int64),
-                file_marks=np.array([file.mark for file in self.files], dtype=np.uint32),
-            ),
-            {
-                "world_size": "1",
-                "layout": "safetensors",
-                "origin": ORIGIN,
-                "listed_in": self.listed_in,
-                "checksums": NO_CHECKSUMS,
-            },
-        )
-
-    def _entries(self, names: NameMap) -> tuple[list[Entry], dict[str, StoredTensor]]:
-        """What is on record under the mapped names, tied ones as well, and the tensor each name stores."""
-        entries: list[Entry] = []
-        found: dict[str, StoredTensor] = {}
-        by_key = {tensor.key: tensor for tensor in self.tensors}
-        for tensor in self.tensors:
-            path = names.path_of(tensor.key)
-            if path is None:
-                continue
-            fqn = ".".join(path)
-            if fqn in found:
-                raise InvalidArgumentError(
-                    f"the names given map both {found[fqn].key!r} and {tensor.key!r} of {self.url} to {fqn!r}; "
-                    "give each its own."
-                )
-            found[fqn] = tensor
-            entries.append(Entry(fqn, encode_path(path), EntryKind.TENSOR, tensor.torch_dtype, tensor.torch_shape))
-        for key, target in names.tied.items():
-            path, where = names.path_of(key), names.path_of(target)
-            if path is None:
-                continue
-            if ".".join(path) in found:
-                raise InvalidArgumentError(f"{key!r} is stored in {self.url}: leave it out of tied.")
-            if target not in by_key or where is None:
-                raise InvalidArgumentError(
-                    f"tied says that {key!r} is tied to {target!r}, which {self.url} does not hold under that name "
-                    "(give names as they are stored, before name_map and prefix)."
-                )
-            tensor = by_key[target]
-            entries.append(
-                Entry(
-                    ".".join(path), encode_path(path), EntryKind.ALIAS, tensor.torch_dtype, tensor.torch_shape,
-                    target=".".join(where),
-                )
-            )  # fmt: skip
-        return entries, found
 
 
 def choose_file(keys: Sequence[str], url: str) -> str | None:
