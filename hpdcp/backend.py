@@ -141,6 +141,14 @@ class Backend(ABC):
         checked_key(key)
         return None
 
+    def map_private(self, key: str) -> memoryview | None:
+        """All bytes of the key, writable, without a copy: what is written stays in this process, and the key as it is.
+
+        None where the store cannot. Otherwise as `map_range`.
+        """
+        checked_key(key)
+        return None
+
     @abstractmethod
     def write(self, key: str, buffers: Iterable[memoryview], *, size: int, exclusive: bool) -> None:
         """Store `size` bytes, the buffers one after the other, under the key; durable on return.
@@ -174,7 +182,7 @@ class Backend(ABC):
     def remove_leftovers(self, *, silent_for: float) -> None:
         """Remove what writers that were killed have left under the root: temporary files, uploads that never ended.
 
-        Only what bears this backend's own marks, and was not touched for `silent_for` seconds, by the store's clock: its
+        Only what bears this backend's own marks, and was silent for `silent_for` seconds by the store's clock: its
         writer may live still. Keys stay as they are. Nothing happens where nothing can be left.
         """
         del silent_for
