@@ -13,15 +13,6 @@ from safetensors.torch import load_file
 
 import hpdcp
 from hpdcp import HuggingFaceReader, PerRank, StandardLoadPlanner, config
-    CHUNK_INFO,
-    ChunkInfo,
-    ChunkStorageMetadata,
-    HuggingFaceReader,
-    Part,
-    PerRank,
-    StandardLoadPlanner,
-    config,
-)
 from hpdcp.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
