@@ -1,0 +1,303 @@
+"""The requests of S3 that a backend makes, one method each, by botocore's client."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import crc32c
+from botocore.exceptions import ClientError
+
+from hpdcp_backends._s3_errors import RequestFailedError, StoppedError, from_botocore
+from hpdcp_backends._s3_options import S3Options
+
+_MARK: Final = "hpdcp-write"
+"""Metadata of an object that says which call of `write` stored it."""
+_BLOCK_BYTES: Final = 256 << 10
+"""Handed to the socket at a time. It has `connect_timeout` to take a block, so that a block bounds the slowest link
+that works; larger ones are not faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One object of a listing."""
+
+    key: str
+    size: int
+    modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a HEAD request tells."""
+
+    size: int
+    mark: str | None
+
+
+class Body:
+    """Views one after the other, as the file that botocore sends; nothing is copied.
+
+    `read` may return less than asked for, or more in one piece than urllib3's 16 KiB blocks. It raises StoppedError
+    once `stop` is set: the connection is closed, and the server drops what it has received.
+    """
+
+    def __init__(self, views: Sequence[memoryview], stop: threading.Event) -> None:
+        self._views = views
+        self._stop = stop
+        self._size = sum(len(view) for view in views)
+        self.seek(0)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        position = offset + (0, getattr(self, "_position", 0), self._size)[whence]
+        self._index = self._start = 0
+        self._position = position
+        while self._index < len(self._views) and position >= len(self._views[self._index]):
+            position -= len(self._views[self._index])
+            self._index += 1
+        self._start = position if self._index < len(self._views) else 0
+        return self._position
+
+    def read(self, size: int | None = -1) -> memoryview | bytes:
+        if self._stop.is_set():
+            raise StoppedError
+        if size == 0 or self._index == len(self._views):
+            return b""
+        view = self._views[self._index]
+        block = view[self._start : self._start + _BLOCK_BYTES]
+        self._start += len(block)
+        self._position += len(block)
+        while self._index < len(self._views) and self._start >= len(self._views[self._index]):
+            self._index += 1
+            self._start = 0
+        return block
+
+    def crc32c(self) -> str:
+        """The CRC-32C of all of it, as S3 writes it."""
+        checksum = 0
+        for view in self._views:
+            checksum = crc32c.crc32c(view, checksum)
+        return base64.b64encode(checksum.to_bytes(4, "big")).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """One part of an upload, as the request that completes it names it."""
+
+    number: int
+    etag: str
+    checksum: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        described = {"PartNumber": self.number, "ETag": self.etag}
+        return described if self.checksum is None else described | {"ChecksumCRC32C": self.checksum}
+
+
+class S3Client:
+    """One bucket. Every method is one request (`list` one per page) and raises RequestFailedError.
+
+    What is given as `key` is the object's whole name.
+    """
+
+    def __init__(self, bucket: str, options: S3Options, *, connections: int) -> None:
+        self.bucket = bucket
+        self.options = options
+        self._connections = connections
+        self._lock = threading.Lock()
+        self._session: Any = None
+        self._client: Any = None
+        self._additional: dict[str, dict[str, Any]] = {}
+
+    @property
+    def session(self) -> Any:
+        """botocore's session, which knows the credentials; made when first used."""
+        self._connect()
+        return self._session
+
+    @property
+    def raw(self) -> Any:
+        """botocore's client; made when first used."""
+        self._connect()
+        return self._client
+
+    def _connect(self) -> None:
+        with _translated(), self._lock:
+            if self._client is None:
+                self._session = self.options.session()
+                self._client = self.options.connect(self._session, connections=self._connections)
+
+    @property
+    def endpoint(self) -> str:
+        """Where requests go, for messages."""
+        return str(self._client.meta.endpoint_url if self._client else self.options.client.get("endpoint_url", "AWS"))
+
+    @property
+    def _checksums(self) -> bool:
+        return bool(self.raw.meta.config.request_checksum_calculation != "when_required")
+
+    def object_url(self, key: str) -> str:
+        """Where `key` is: with the bucket in the host or in the path, as the options and the endpoint have it."""
+        with _translated():
+            url = self.raw.generate_presigned_url("get_object", Params={"Bucket": self.bucket, "Key": key})
+        return urlsplit(url)._replace(query="").geturl()
+
+    def region(self) -> str:
+        """The region that requests are signed for; asked of the bucket itself where the server is AWS's."""
+        name = self.raw.meta.region_name
+        if self.raw.meta.endpoint_url.split("/")[2].endswith((".amazonaws.com", ".amazonaws.com.cn")):
+            with _translated():
+                answer = self._call("head_bucket")
+            name = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", name)
+        return "us-east-1" if name in (None, "aws-global") else str(name)
+
+    def bucket_exists(self) -> bool:
+        try:
+            with _translated():
+                self._call("head_bucket")
+        except RequestFailedError as failure:
+            if failure.status != 404:
+                raise
+            return False
+        return True
+
+    def head(self, key: str) -> Head:
+        with _translated():
+            answer = self._call("head_object", Key=key)
+        return Head(int(answer["ContentLength"]), answer.get("Metadata", {}).get(_MARK))
+
+    def get(self, key: str, **conditions: str) -> dict[str, Any]:
+        """The answer, whose Body is to be read inside `reading`."""
+        with _translated():
+            answer: dict[str, Any] = self._call("get_object", Key=key, **conditions)
+        return answer
+
+    def get_whole(self, key: str) -> bytes:
+        answer = self.get(key)
+        with _translated(), closing(answer["Body"]) as body:
+            data: bytes = body.read()
+        return data
+
+    def put(self, key: str, body: Body, *, mark: str) -> None:
+        checksum = {"ChecksumCRC32C": body.crc32c()} if self._checksums else {}
+        body.seek(0)
+        with _translated():
+            self._call("put_object", Key=key, Body=body, Metadata=self._metadata(mark), **checksum)
+
+    def create_upload(self, key: str, *, mark: str) -> tuple[str, datetime]:
+        """The upload's id, and the time by the server's clock."""
+        checksum = {"ChecksumAlgorithm": "CRC32C"} if self._checksums else {}
+        with _translated():
+            answer = self._call("create_multipart_upload", Key=key, Metadata=self._metadata(mark), **checksum)
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        return str(answer["UploadId"]), parsedate_to_datetime(date) if date else datetime.now(UTC)
+
+    def put_part(self, key: str, upload: str, number: int, body: Body) -> StoredPart:
+        checksum = body.crc32c() if self._checksums else None
+        given = {} if checksum is None else {"ChecksumCRC32C": checksum}
+        body.seek(0)
+        with _translated():
+            answer = self._call("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=body, **given)
+        # A server that does not know the checksum does not repeat it, and must not be told of it at the end.
+        return StoredPart(number, answer["ETag"], checksum if "ChecksumCRC32C" in answer else None)
+
+    def complete_upload(self, key: str, upload: str, parts: Sequence[StoredPart]) -> None:
+        with _translated():
+            described = [part.as_dict() for part in parts]
+            self._call("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": described})
+
+    def abort_upload(self, key: str, upload: str) -> None:
+        """Nothing happens where the upload is gone."""
+        try:
+            with _translated():
+                self._call("abort_multipart_upload", Key=key, UploadId=upload)
+        except RequestFailedError as failure:
+            if failure.code != "NoSuchUpload" and failure.status != 404:
+                raise
+
+    def open_uploads(self, key: str) -> list[tuple[str, datetime]]:
+        """Id and start of every upload of exactly this key that is neither completed nor aborted."""
+        with _translated():
+            answer = self._call("list_multipart_uploads", Prefix=key)
+        return [(item["UploadId"], item["Initiated"]) for item in answer.get("Uploads", ()) if item["Key"] == key]
+
+    def list(self, prefix: str, *, recursive: bool, call: Callable[[Callable[[], Any]], Any]) -> Iterator[Listed]:
+        """Objects under `prefix`, in pages that are each requested by `call`."""
+        parameters: dict[str, Any] = {"Prefix": prefix} if recursive else {"Prefix": prefix, "Delimiter": "/"}
+        while True:
+            page = call(lambda given=dict(parameters): self._list_page(given))
+            for item in page.get("Contents", ()):
+                yield Listed(item["Key"], int(item["Size"]), item["LastModified"].timestamp())
+            if not page.get("IsTruncated"):
+                return
+            parameters["ContinuationToken"] = page["NextContinuationToken"]
+
+    def probe(self, prefix: str) -> None:
+        """Ask for anything at all, to learn whether the bucket answers."""
+        self._list_page({"Prefix": prefix, "MaxKeys": 1})
+
+    def delete(self, key: str) -> None:
+        with _translated():
+            self._call("delete_object", Key=key)
+
+    def delete_many(self, keys: Sequence[str]) -> dict[str, RequestFailedError]:
+        """What went wrong, by key; up to 1,000 keys."""
+        with _translated():
+            named = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+            answer = self._call("delete_objects", Delete=named)
+        return {
+            item["Key"]: from_botocore(_as_client_error(item))
+            for item in answer.get("Errors", ())
+            if item.get("Code") != "NoSuchKey"
+        }
+
+    def close(self) -> None:
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _list_page(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        with _translated():
+            page: dict[str, Any] = self._call("list_objects_v2", **parameters)
+        return page
+
+    def _metadata(self, mark: str) -> dict[str, str]:
+        return {**self.options.additional.get("Metadata", {}), _MARK: mark}
+
+    def _call(self, operation: str, **parameters: Any) -> Any:
+        additional = self._additional.get(operation)
+        if additional is None:
+            name = self.raw.meta.method_to_api_mapping[operation]
+            shape = self.raw.meta.service_model.operation_model(name).input_shape
+            taken = set(shape.members if shape is not None else ())
+            additional = {name: value for name, value in self.options.additional.items() if name in taken}
+            self._additional[operation] = additional
+        return getattr(self.raw, operation)(**{**additional, **parameters, "Bucket": self.bucket})
+
+
+def _as_client_error(item: Mapping[str, Any]) -> Exception:
+    return ClientError({"Error": {"Code": item.get("Code", "Unknown"), "Message": item.get("Message", "")}}, "Delete")
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise from_botocore(error) from error
+
+
+reading = _translated

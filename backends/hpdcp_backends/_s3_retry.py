@@ -1,0 +1,71 @@
+"""When a failed request is sent again."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from hpdcp_backends._s3_errors import RequestFailedError, StoppedError
+
+_T = TypeVar("_T")
+_LOG: Final = logging.getLogger(__name__)
+_FIRST_WAIT: Final = 0.2
+_LONGEST_WAIT: Final = 10.0
+_FIRST_CONTACT_SECONDS: Final = 4.0
+"""How long a server that has never answered is tried: a wrong host or port is told within seconds, not minutes."""
+
+
+@dataclass
+class Retries:
+    """Sends a request again after a temporary failure, with exponential back-off and jitter."""
+
+    most: int
+    """Requests after the first one."""
+    seconds: float
+    """Since the first one, after which none is sent again."""
+    reached: bool = False
+    """Whether the server has ever answered."""
+
+    def call(
+        self,
+        request: Callable[[], _T],
+        *,
+        stop: threading.Event | None = None,
+        doubts: list[RequestFailedError] | None = None,
+    ) -> _T:
+        """What `request` returns, or the RequestFailedError of its last try.
+
+        Args:
+            request: Raises RequestFailedError.
+            stop: Ends the waiting, by a StoppedError.
+            doubts: Collects failures after which the server may have done what was asked.
+        """
+        start = time.monotonic()
+        for sent in range(self.most + 1):
+            if stop is not None and stop.is_set():
+                raise StoppedError
+            try:
+                result = request()
+            except RequestFailedError as failure:
+                self.reached = self.reached or not failure.unreachable
+                if doubts is not None and failure.doubtful:
+                    doubts.append(failure)
+                wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2**sent) * random.uniform(0.5, 1)
+                spent = time.monotonic() - start
+                limit = self.seconds if self.reached else min(self.seconds, _FIRST_CONTACT_SECONDS)
+                if not failure.temporary or sent == self.most or spent + wait > limit:
+                    raise
+                _LOG.info("S3 request failed (%s); trying again in %.1f s", failure, wait)
+                if stop is None:
+                    time.sleep(wait)
+                elif stop.wait(wait):
+                    raise StoppedError from failure
+            else:
+                self.reached = True
+                return result
+        raise AssertionError("unreachable")
