@@ -19,10 +19,17 @@ def test_four_ranks_on_a_folder(tmp_path: Path) -> None:
 
 def test_four_ranks_on_s3_and_what_all_want_is_served_once(s3_server: S3Server, s3_proxy: Proxy) -> None:
     place = s3_server.new_prefix()
-    environment = s3_server.through(s3_proxy).environment()
-    environment |= {"HPDCP_TEST_STORE_URL": place, "HPDCP_TEST_STORE_BROADCASTS": "1"}
+    environment = s3_server.environment() | {
+        "HPDCP_TEST_STORE_URL": place,
+        "HPDCP_TEST_STORE_BROADCASTS": "1",
+        "HPDCP_TEST_STORE_METER": s3_proxy.url,
+        # As small as S3 takes them: what each rank writes of the larger checkpoint is sent in parts.
+        "HPDCP_BACKENDS__S3__PART_BYTES": "5MiB",
+        "HPDCP_BACKENDS__S3__PUT_BELOW": "5MiB",
+    }
     run_ranks(4, MATRIX, environment=environment, timeout=300)
     served = s3_proxy.served("GetObject", rf"/{LOADED_ONCE}/_rank")
+    assert s3_proxy.received("UploadPart", rf"/{LOADED_ONCE}/_rank") >= LOADED_ONCE_BYTES
     # One copy; beside it the heads of the files, by which ranks recognise what they read.
     assert LOADED_ONCE_BYTES <= served < 1.02 * LOADED_ONCE_BYTES
     assert s3_server.open_uploads(place) == []

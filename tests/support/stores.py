@@ -12,8 +12,8 @@ from tests.support.layouts import PLAIN, Layout, sample_tensors
 
 LOADED_ONCE: Final = "loaded-once"
 """Name of the checkpoint that all ranks load once, and do nothing else with after it is saved."""
-LOADED_ONCE_BYTES: Final = 8 << 20
-"""Of tensors in it, all of which every rank wants."""
+LOADED_ONCE_BYTES: Final = 24 << 20
+"""Of tensors in it, all of which every rank wants; a rank of four writes more than the least part of an upload."""
 
 
 def layouts_of(world: int) -> dict[str, Layout]:
