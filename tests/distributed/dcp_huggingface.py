@@ -13,12 +13,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import hpdcp
-from hpdcp import HuggingFaceReader, config
+from hpdcp import HuggingFaceReader, Part, config
 from hpdcp.errors import CorruptCheckpointError, HpdcpError, IncompleteCheckpointError, MissingKeysError
 from tests.support.backends import Traffic, registered
 from tests.support.huggingface import INDEX, same, shard_name, write_shards
 from tests.support.job import Job
-from tests.support.layouts import FSDP4, LAYOUTS, REPLICATED, TP4_COLUMNS, Layout, differing, local_of, sample_tensors
+from tests.support.layouts import (
+    DP2_TP2_COLUMNS,
+    FSDP4,
+    LAYOUTS,
+    REPLICATED,
+    TP4_COLUMNS,
+    Layout,
+    differing,
+    local_of,
+    sample_tensors,
+)
 
 SHARDS = 3
 
@@ -158,3 +168,25 @@ def test_a_real_pretrained_model_fills_a_model_that_fsdp_shards(ranks: Job) -> N
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+@pytest.mark.parametrize("layout", [FSDP4, TP4_COLUMNS, DP2_TP2_COLUMNS], ids=str)
+def test_stacked_experts_are_filled_from_the_files_of_each(
+    ranks: Job, folder: Path, traffic: Traffic, layout: Layout
+) -> None:
+    rows, columns, count = 6, 1 << 16, 4
+    whole = random(count, 2 * rows, columns)
+    parts = {("gate", n): whole[n, :rows] for n in range(count)} | {("up", n): whole[n, rows:] for n in range(count)}
+    written(ranks, folder, {f"experts.{n}.{kind}": tensor.clone() for (kind, n), tensor in parts.items()})
+
+    def name_map(key: str) -> Part:
+        _, number, kind = key.split(".")
+        return Part("experts.gate_up", (int(number), rows * (kind == "up"), 0))
+
+    targets = layout.blank_all(ranks, {"experts.gate_up": whole})
+    traffic.reads.clear()
+    hpdcp.load(targets, storage_reader=HuggingFaceReader(folder, name_map=name_map))
+    assert differing(layout.place_all(ranks, {"experts.gate_up": whole}), targets) == []
+    read = sum(ranks.gather(traffic.nbytes))
+    # Every byte once: what two ranks want is read by one of them.
+    assert read == whole.nbytes

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -324,3 +325,19 @@ def test_a_folder_without_anything_says_what_was_looked_for(tmp_path: Path) -> N
     assert "no model.safetensors and no model.safetensors.index.json" in said
     with pytest.raises(InvalidArgumentError, match="HuggingFaceReader has no place to load from"):
         hpdcp.load({}, storage_reader=HuggingFaceReader())
+
+
+def test_a_folder_in_the_memory_of_the_process_loads_like_one_on_disk(tmp_path: Path) -> None:
+    tensors = model()
+    write_shards(tmp_path, tensors, shards=2)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path), "/weights-of-a-model", recursive=True)
+    try:
+        targets = blanks(tensors)
+        hpdcp.load(targets, checkpoint_id="memory://weights-of-a-model")
+        assert all(same(tensors[key], targets[key]) for key in tensors)
+        memory.rm(f"/weights-of-a-model/{shard_name(1, 2)}")
+        said = refused(targets, IncompleteCheckpointError, checkpoint_id="memory://weights-of-a-model")
+        assert shard_name(1, 2) in said
+    finally:
+        memory.rm("/weights-of-a-model", recursive=True)
