@@ -36,7 +36,6 @@ from hpdcp.replicas import merge_rank_metadata
 from hpdcp.storage import RankMetadata, StorageReader, StorageWriter, WriteResults
 from hpdcp.timing import log_message
 
-
 _READS_AT_ONCE: Final = 4
 """Shards or batches of them on their way across a network while one is broadcast."""
 
