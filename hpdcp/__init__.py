@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from hpdcp import config as config
     from hpdcp import errors as errors
+    from hpdcp import offline_transform as offline_transform
     from hpdcp import ragged as ragged
     from hpdcp import utils as utils
     from hpdcp.api import load as load
@@ -58,7 +59,7 @@ _HOMES: Final = {
 }
 """Where each public name lives; imported when it is asked for, since torch takes seconds and a backend needs none."""
 
-_MODULES: Final = ("config", "errors", "ragged", "utils")
+_MODULES: Final = ("config", "errors", "offline_transform", "ragged", "utils")
 """Modules that are public as they are."""
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "allocate_optimizer_state",
     "config",
     "load",
+    "offline_transform",
     "save",
 ]
 

@@ -10,7 +10,9 @@ import mmap
 import os
 import queue
 import stat
+import sys
 import threading
+import weakref
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -330,6 +332,41 @@ class OpenFile:
         # Dropping the mapping unmaps it unless somebody still looks at it; closing it would raise then.
         self._map = None
         os.close(self.descriptor)
+
+
+_MAP_NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+def map_private(descriptor: int, size: int) -> memoryview:
+    """The file, writable, each written page copied for this process; unmapped when nobody looks at it any more.
+
+    Not by `mmap.mmap`: that keeps a descriptor for each mapping, and thousands of files may be mapped; and the system
+    would refuse to map more than it could copy, though hardly any page ever is.
+    """
+    if size == 0:
+        return memoryview(bytearray())
+    library = _memory_library()
+    address = library.mmap(
+        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, descriptor, 0
+    )
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    block = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(block, library.munmap, address, size).atexit = False
+    return memoryview(block).cast("B")
+
+
+@functools.cache
+def _memory_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+    )  # fmt: skip
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return library
 
 
 def identity(status: os.stat_result) -> tuple[int, int, int]:

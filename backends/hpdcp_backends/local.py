@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from hpdcp.backend import ByteRange, spare_cores
 from hpdcp.errors import InvalidArgumentError
-from hpdcp_backends._posix import OpenFile, OpenFiles
+from hpdcp_backends._posix import OpenFile, OpenFiles, map_private
 from hpdcp_backends._posix_backend import PosixBackend, at_least
 
 
@@ -73,6 +73,12 @@ class LocalBackend(PosixBackend):
             start = range_.offset // mmap.PAGESIZE * mmap.PAGESIZE
             mapping.madvise(mmap.MADV_WILLNEED, start, range_.stop - start)
             return memoryview(mapping)[range_.offset : range_.stop]
+
+    def map_private(self, key: str) -> memoryview:
+        """As `Backend.map_private`; truncation in place is as fatal as in `map_range`."""
+        path = self._path(key)
+        with self._translating("map", key), self._files.use(path) as file:
+            return map_private(file.descriptor, file.size)
 
     def close(self) -> None:
         self._files.close()

@@ -1,0 +1,159 @@
+"""Where a conversion reads from and writes to: places told apart, sources recognised, the wrong kind explained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from hpdcp import config, registry
+from hpdcp.backend import Backend
+from hpdcp.commit import METADATA, rank_of_metadata_key
+from hpdcp.errors import (
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    StorageError,
+    UnsupportedFormatError,
+)
+from hpdcp.exchange import Exchange
+from hpdcp.filesystem_storage import FileSystemReader
+from hpdcp.huggingface import HuggingFaceReader
+from hpdcp.huggingface_files import INDEX, WEIGHTS
+from hpdcp.huggingface_names import ORIGIN, NameMapping
+from hpdcp.loader import find_metadata
+from hpdcp.metadata import Metadata
+
+Options: TypeAlias = Mapping[str, Any] | None
+
+_FILES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+"""Ends of names of single files of weights."""
+
+
+def two_places(src: str | Path, dst: str | Path) -> tuple[str, str]:
+    """Both as `registry.resolve_checkpoint_id` gives them.
+
+    Raises:
+        InvalidArgumentError: they are one and the same.
+    """
+    source, target = registry.resolve_checkpoint_id(src), registry.resolve_checkpoint_id(dst)
+    if _real(source) == _real(target):
+        raise InvalidArgumentError(f"src and dst are both {source}: convert into another place.")
+    return source, target
+
+
+def _real(place: str) -> str:
+    return os.path.realpath(place) if is_local(place) else place.rstrip("/")
+
+
+def is_local(place: str) -> bool:
+    """Whether it is a path of this host, a mounted file system included."""
+    return "://" not in place
+
+
+def parent_of(file: str) -> tuple[str, str]:
+    """The folder and the name of a file."""
+    folder, _, name = file.rstrip("/").rpartition("/")
+    return folder or "/", name
+
+
+def open_place(place: str, options: Options) -> Backend:
+    """The byte store for a place."""
+    return registry.open_backend(place, storage_options=options)
+
+
+def verify_setting() -> str:
+    """Which checksums a conversion compares: all, unless the configuration says none."""
+    return "never" if config.current().verify == "never" else "always"
+
+
+def metadata_of(reader: FileSystemReader, exchange: Exchange) -> Metadata:
+    """What the source holds, on every rank; where ranks saved each for itself, theirs as one."""
+    metadata, apart = find_metadata(lambda: reader, exchange)
+    if metadata is not None:
+        return metadata
+    assert apart is not None
+    return exchange.agree("joining the ranks' metadata", apart.merged)
+
+
+def require_checkpoint(metadata: Metadata, source: str) -> None:
+    """Raise unless hpdcp saved it.
+
+    Raises:
+        InvalidArgumentError: it is a Hugging Face folder.
+    """
+    if metadata.origin == ORIGIN:
+        raise InvalidArgumentError(
+            f"{source} is a folder of Hugging Face weights, not a checkpoint; convert_full_checkpoint_to_dcp makes one "
+            "of it, and hpdcp.load reads it as it is."
+        )
+
+
+class FolderReader(HuggingFaceReader):
+    """Reads a Hugging Face folder, or one safetensors file, that is converted; says what else a place may be."""
+
+    def __init__(
+        self, place: str, prefix: str, name_map: NameMapping | None, options: Options, *, file: str | None
+    ) -> None:
+        super().__init__(place, prefix=prefix, name_map=name_map, file=file, storage_options=options)
+        self._place = place
+        self._options = options
+
+    def load_metadata(self) -> Metadata:
+        try:
+            return super().load_metadata()
+        except (CheckpointNotFoundError, UnsupportedFormatError) as error:
+            raise type(error)(f"{error} {self._advice()}".rstrip()) from error
+
+    def _advice(self) -> str:
+        if file_at(self._place, self._options) is not None:
+            return "It is a file: src_platform='torch' converts a single file."
+        try:
+            keys = [info.key for info in self.backend.list_keys()]
+        except StorageError:
+            return ""
+        if METADATA in keys or any(rank_of_metadata_key(key) is not None for key in keys):
+            return "It is a checkpoint of hpdcp already: load it, or convert_dcp_to_huggingface makes a folder of it."
+        single = [key for key in keys if key.endswith(_FILES)]
+        return f"src_platform='torch' converts a single file, such as {self._place}/{single[0]}." if single else ""
+
+
+def file_at(place: str, options: Options) -> str | None:
+    """The name of the file that the place is; None where there is no such file."""
+    if is_local(place):
+        return os.path.basename(place) if os.path.isfile(place) else None
+    if not place.endswith(_FILES):
+        return None
+    folder, name = parent_of(place)
+    with closing(open_place(folder, options)) as backend:
+        try:
+            backend.size(name)
+        except KeyNotFoundError:
+            return None
+    return name
+
+
+def the_file(place: str, options: Options) -> str:
+    """The name of the file that the place is.
+
+    Raises:
+        InvalidArgumentError: it is a folder, and what to do about it.
+        CheckpointNotFoundError: there is nothing.
+    """
+    found = file_at(place, options)
+    if found is not None:
+        return found
+    with closing(open_place(place, options)) as backend:
+        keys = [info.key for info in backend.list_keys()]
+    if not keys:
+        raise CheckpointNotFoundError(f"{place} is no file: src_platform='torch' converts one. Is the path right?")
+    single = [key for key in keys if key.endswith(_FILES)]
+    if WEIGHTS in keys or INDEX in keys:
+        advice = "It is a Hugging Face folder: src_platform='huggingface' converts it."
+    elif METADATA in keys or any(rank_of_metadata_key(key) is not None for key in keys):
+        advice = "It is a checkpoint of hpdcp already."
+    else:
+        advice = f"Give the file itself, such as {place}/{single[0]}." if single else "Give the file itself."
+    raise InvalidArgumentError(f"{place} is a folder; src_platform='torch' converts one file. {advice}")
