@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -11,11 +13,15 @@ import pytest
 import torch
 
 import hpdcp
+from hpdcp import config, registry
 from hpdcp.container import unpack_columns
 from tests.support.ranks import ROOT, run_python
+from tests.support.s3 import S3Server
 
 PAGES = sorted([ROOT / "README.md", ROOT / "backends/README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BUCKET = "s3://my-bucket"
 RUNNABLE = [ROOT / "README.md", *sorted((ROOT / "docs/how-to").glob("*.md"))]
 
 
@@ -28,7 +34,11 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in RUNNABLE if blocks(page)], ids=name_of)
+def wants_a_bucket(page: Path) -> bool:
+    return any(BUCKET in code for file, code in blocks(page) if not file)
+
+
+@pytest.mark.parametrize("page", [page for page in RUNNABLE if blocks(page) and not wants_a_bucket(page)], ids=name_of)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "page"}
@@ -43,6 +53,36 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
                 exec(compile(code, f"{name_of(page)}, block {number}", "exec"), namespace)
     finally:
         logger.setLevel(level)  # a page sets it
+
+
+@pytest.mark.parametrize("page", [page for page in RUNNABLE if wants_a_bucket(page)], ids=name_of)
+def test_the_code_of_a_page_about_s3_runs_against_a_server(page: Path, tmp_path: Path, s3_server: S3Server) -> None:
+    # In a process of its own: a background worker keeps the environment that it was started with.
+    place = s3_server.new_prefix()
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(code for file, code in blocks(page) if not file).replace(BUCKET, place))
+    run_python([str(script)], timeout=120, environment=s3_server.environment())
+    assert any(key.endswith("/.metadata") for key in s3_server.objects(place))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if TOML.search(page.read_text())], ids=name_of)
+def test_the_configuration_that_a_page_shows_is_accepted(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("HPDCP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HPDCP_CONFIG", str(tmp_path / "hpdcp.toml"))
+    for text in TOML.findall(page.read_text()):
+        if "project" in tomllib.loads(text):
+            continue  # of a package that brings a backend
+        (tmp_path / "hpdcp.toml").write_text(text)
+        found = config.current()
+        assert found != config.Config(), text
+        places = [("", name) for name in found.backends]
+        places += [(r.prefix, "s3" if r.prefix.startswith("s3:") else r.backend) for r in found.routes]
+        for url, name in places:
+            taken = inspect.signature(registry._find(name, "backend", registry._BACKENDS, "")).parameters
+            assert set(found.settings_for(name, url).tunables) <= set(taken), text
 
 
 def test_the_readmes_script_trains_on_four_ranks_and_resumes_on_two(tmp_path: Path) -> None:
