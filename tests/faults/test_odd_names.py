@@ -11,8 +11,11 @@ import torch
 from safetensors import safe_open
 
 import hpdcp
+from hpdcp import registry
 from hpdcp.commit import CLAIM, METADATA
 from hpdcp.errors import HpdcpError, InvalidArgumentError, StateDictError
+from hpdcp.inspect import inspect_checkpoint
+from tests.support.s3 import S3Server
 
 KEYS: list[Any] = [
     "",
@@ -114,6 +117,7 @@ PLACES = [
     "two words",
     "hash#mark",
     "per%20cent",
+    "50%",
     "[1]",
     "a::b",
     "q?x=1&y",
@@ -124,20 +128,46 @@ PLACES = [
     "*",
     "weird:name",
     ".hidden",
+    "~",
+    "plus+and&is=",
+    "x" * 200,
 ]
 
 
-@pytest.mark.parametrize("place", PLACES)
+def round_trip(checkpoint_id: str | Path, *, again: str | Path) -> None:
+    """Save, load, look, save over it in the background, and load that, under two ways to write one place."""
+    hpdcp.save({"step": 3, "w": torch.ones(2)}, checkpoint_id=checkpoint_id)
+    target = {"step": 0, "w": torch.zeros(2)}
+    hpdcp.load(target, checkpoint_id=again)
+    assert target["step"] == 3
+    report = inspect_checkpoint(checkpoint_id)
+    assert report.url == registry.resolve_checkpoint_id(again)
+    assert [entry.fqn for entry in report.entries] == ["step", "w"]
+    hpdcp.async_save({"step": 4, "w": torch.full((2,), 4.0)}, checkpoint_id=again).get_result(120)
+    hpdcp.load(target, checkpoint_id=checkpoint_id)
+    assert target["step"] == 4
+    assert torch.equal(target["w"], torch.full((2,), 4.0))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=ascii)
 @pytest.mark.parametrize("kind", ["str", "path", "file"])
 def test_a_place_with_an_odd_name_is_that_folder_and_no_other(tmp_path: Path, place: str, kind: str) -> None:
     text = f"{tmp_path}/{place}"
-    checkpoint_id: str | Path = {"str": text, "path": Path(text), "file": f"file://{text}"}[kind]
-    hpdcp.save({"step": 3, "w": torch.ones(2)}, checkpoint_id=checkpoint_id)
+    kinds: dict[str, str | Path] = {"str": text, "path": Path(text), "file": f"file://{text}"}
+    round_trip(kinds[kind], again=text)
     assert (Path(os.path.normpath(text)) / METADATA).exists()
-    target = {"step": 0, "w": torch.zeros(2)}
-    hpdcp.load(target, checkpoint_id=checkpoint_id)
-    assert target["step"] == 3
     assert len(list(tmp_path.iterdir())) == 1
+
+
+ON_S3 = [place for place in PLACES if "/./" not in place]
+
+
+@pytest.mark.parametrize("place", ON_S3, ids=ascii)
+def test_a_place_on_s3_with_an_odd_name_is_that_prefix_and_no_other(s3_environment: S3Server, place: str) -> None:
+    prefix = s3_environment.new_prefix()
+    round_trip(f"{prefix}/{place}", again=f"S3{prefix.removeprefix('s3')}//{place.rstrip('/')}/")
+    folders = {key.rpartition("/")[0] for key in s3_environment.objects(prefix)}
+    assert folders == {place.rstrip("/")}
 
 
 def test_a_relative_place_is_resolved_where_the_call_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
