@@ -283,12 +283,16 @@ class _Index:
         found = self._table.get("weight_map")
         if not isinstance(found, dict):
             raise CorruptCheckpointError(f"{self._where} has no table weight_map, which says where each key lies.")
+        sound: set[str] = set()
         for key, file in found.items():
+            if isinstance(file, str) and file in sound:
+                continue
             if not isinstance(file, str) or not _is_plain_name(file):
                 raise CorruptCheckpointError(
                     f"{self._where} says that {key!r} lies in {file!r}; expected the name of a .safetensors file in "
                     "the same folder. Nothing else is opened."
                 )
+            sound.add(file)
         return found
 
 

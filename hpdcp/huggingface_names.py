@@ -101,6 +101,8 @@ class _Wanted:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.whole:
+            return self.parts[0][0].sizes
         stops = [box.stops for box, _ in self.parts]
         return tuple(map(max, zip(*stops, strict=True)))
 

@@ -7,13 +7,14 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from safetensors import safe_open
 
 import hpdcp
-from hpdcp import config
+from hpdcp import StandardLoadPlanner, config
 from hpdcp.container import DTYPE_BITS
 from hpdcp.errors import (
     CheckpointNotFoundError,
@@ -285,3 +286,37 @@ def test_what_is_wrong_is_said_before_any_target_is_touched(tmp_path: Path, dama
     assert said in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert bool((target == 7.0).all())
+
+
+def test_any_byte_of_index_and_headers_may_be_wrong(tmp_path: Path) -> None:
+    """Whatever is flipped, cut or doubled there: a load succeeds, or says what is wrong in an error of hpdcp's own."""
+    random = Random(7)
+    write_shards(tmp_path / "sound", weights(), shards=2)
+    sound = {path.name: path.read_bytes() for path in (tmp_path / "sound").iterdir()}
+    said: list[str] = []
+    for trial in range(300):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        spoiled = random.choice(sorted(sound))
+        for name, data in sound.items():
+            (folder / name).write_bytes(_spoiled(data, random) if name == spoiled else data)
+        targets = {key: torch.zeros_like(tensor) for key, tensor in weights().items()}
+        try:
+            hpdcp.load(targets, checkpoint_id=folder, planner=StandardLoadPlanner(allow_dtype_cast=False))
+        except HpdcpError as error:
+            said.append(str(error))
+    assert all(said)
+    assert len(said) > 200
+
+
+def _spoiled(data: bytes, random: Random) -> bytes:
+    end = len(data) if data[:1] == b"{" else 8 + int.from_bytes(data[:8], "little")
+    place = random.randrange(end)
+    kind = random.randrange(4)
+    if kind == 0:
+        return data[:place] + bytes([data[place] ^ 1 << random.randrange(8)]) + data[place + 1 :]
+    if kind == 1:
+        return data[:place]
+    if kind == 2:
+        return data[:place] + data[place : place + 9] + data[place:]
+    return data[:place] + random.choice([b"0", b"-", b'"', b"}", b"\0", b"1e9", b"[["]) + data[place + 1 :]
