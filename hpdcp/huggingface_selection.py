@@ -20,8 +20,9 @@ from hpdcp.tables import EntryKind
 NameOf = Mapping[str, str] | Callable[[str], str | None]
 
 _OPTIMIZERS: Final = ("optimizer", "optimizers", "optim")
-_INPUT_EMBEDDING: Final = re.compile(r"emb|wte|shared", re.IGNORECASE)
-"""Of tied weights, transformers stores the embedding and ties the output layer to it."""
+_STANDS_FOR_ALL: Final = (re.compile(r"(^|\.)shared\."), re.compile(r"emb|wte", re.IGNORECASE))
+"""Of tied weights, transformers stores the embedding and ties output layers to it; where encoder and decoder have one
+each, it stores the one they share."""
 _DIGITS: Final = re.compile(r"(\d+)")
 
 
@@ -150,9 +151,14 @@ def natural_key(name: str) -> list[tuple[bool, int, str]]:
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in _DIGITS.split(name) if part]
 
 
-def preference(name: str) -> tuple[bool, list[tuple[bool, int, str]]]:
-    """Sorts the names of tied tensors by how well each stands for all of them: the embedding's first."""
-    return _INPUT_EMBEDDING.search(name) is None, natural_key(name)
+def preference(name: str) -> tuple[int, list[tuple[bool, int, str]]]:
+    """Sorts the names of tied tensors by how well each stands for all of them.
+
+    >>> min(["lm_head.weight", "encoder.embed_tokens.weight", "shared.weight"], key=preference)
+    'shared.weight'
+    """
+    ranks = (rank for rank, pattern in enumerate(_STANDS_FOR_ALL) if pattern.search(name))
+    return next(ranks, len(_STANDS_FOR_ALL)), natural_key(name)
 
 
 def _kind_skipped(metadata: Metadata, row: int) -> str | None:
