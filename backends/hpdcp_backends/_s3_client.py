@@ -163,16 +163,6 @@ class S3Client:
             name = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", name)
         return "us-east-1" if name in (None, "aws-global") else str(name)
 
-    def bucket_exists(self) -> bool:
-        try:
-            with _translated():
-                self._call("head_bucket")
-        except RequestFailedError as failure:
-            if failure.status != 404:
-                raise
-            return False
-        return True
-
     def head(self, key: str) -> Head:
         with _translated():
             answer = self._call("head_object", Key=key)

@@ -118,7 +118,10 @@ class S3Options:
         settings["s3"] = {"payload_signing_enabled": False, **(settings.get("s3") or {})}
         if self.anonymous:
             settings["signature_version"] = UNSIGNED
-        return session.create_client("s3", config=Config(**settings), **self.client)
+        try:
+            return session.create_client("s3", config=Config(**settings), **self.client)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"storage_options for S3 cannot be used: {error}.") from error
 
     def refusals(self) -> list[str]:
         """Options that only botocore honours."""

@@ -81,10 +81,15 @@ class BotocoreReader:
 
 
 class ObstoreReader:
-    """obstore's Rust client, with botocore's credentials, endpoint and addressing."""
+    """obstore's Rust client, with botocore's credentials, endpoint and addressing.
 
-    def __init__(self, client: S3Client) -> None:
-        self._client = client
+    What obstore refuses and botocore takes is read by botocore: names with control characters, and, where `give_way`
+    says so, everything from a server whose certificate obstore does not trust (such as one that is its own authority).
+    """
+
+    def __init__(self, client: S3Client, give_way: Callable[[str], None] | None) -> None:
+        self._give_way = give_way
+        self._given_way = False
         self._obstore = import_module("obstore")
         self._store = import_module("obstore.store").S3Store(
             client.bucket,
@@ -95,9 +100,18 @@ class ObstoreReader:
         self._plain = BotocoreReader(client)
 
     def fetch(self, key: str, range_: ByteRange, into: memoryview, *, etag: str | None, stop: threading.Event) -> Got:
-        if _CONTROL.search(key):
-            # obstore refuses names that S3 allows.
+        if self._given_way or _CONTROL.search(key):
             return self._plain.fetch(key, range_, into, etag=etag, stop=stop)
+        try:
+            return self._fetch(key, range_, into, etag=etag, stop=stop)
+        except RequestFailedError as failure:
+            if failure.code != "CertificateError" or self._give_way is None:
+                raise
+            self._given_way = True
+            self._give_way(failure.message)
+        return self._plain.fetch(key, range_, into, etag=etag, stop=stop)
+
+    def _fetch(self, key: str, range_: ByteRange, into: memoryview, *, etag: str | None, stop: threading.Event) -> Got:
         options: dict[str, Any] = {"range": (range_.offset, range_.stop)}
         if etag is not None:
             options["if_match"] = etag
@@ -125,10 +139,14 @@ def open_reader(client: S3Client, engine: str, log: Callable[[str], None]) -> Re
     """
     if engine == "botocore":
         return BotocoreReader(client)
+
+    def give_way(problem: str) -> None:
+        log(f"reading from bucket {client.bucket!r} with botocore instead of obstore: {problem}")
+
     problem = _problem(client)
     if problem is None:
         try:
-            return ObstoreReader(client)
+            return ObstoreReader(client, give_way if engine == "auto" else None)
         except ImportError:
             problem = 'it is not installed (pip install "hpdcp[s3]")'
         except ValueError as error:
@@ -137,7 +155,7 @@ def open_reader(client: S3Client, engine: str, log: Callable[[str], None]) -> Re
         raise NotSupportedError(
             f"engine 'obstore' cannot be used: {problem}. Set [backends.s3] engine to 'auto' or 'botocore'."
         )
-    log(f"reading from bucket {client.bucket!r} with botocore instead of obstore: {problem}")
+    give_way(problem)
     return BotocoreReader(client)
 
 

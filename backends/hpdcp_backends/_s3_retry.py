@@ -52,7 +52,7 @@ class Retries:
             try:
                 result = request()
             except RequestFailedError as failure:
-                self.reached = self.reached or not failure.unreachable
+                self.reached = self.reached or failure.status is not None or failure.doubtful
                 if doubts is not None and failure.doubtful:
                     doubts.append(failure)
                 wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2**sent) * random.uniform(0.5, 1)

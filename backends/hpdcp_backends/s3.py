@@ -350,15 +350,14 @@ class S3Backend(Backend):
             raise self._place().error(self._named(failure), doing=doing, key=key) from failure
 
     def _named(self, failure: RequestFailedError) -> RequestFailedError:
-        """`failure`, where it says by a bare 404 that the key or the bucket is missing, as the one that it is."""
-        if failure.code not in ("404", "NotFound"):
+        """`failure`, or what a request with a body in its answer says where `failure` is a bare status of HEAD."""
+        if failure.code not in ("404", "NotFound", "403", "Forbidden"):
             return failure
         try:
-            if self._retries.call(self._client.bucket_exists):
-                return failure
-        except RequestFailedError:
-            return failure
-        return RequestFailedError("NoSuchBucket", "the bucket does not exist", status=404)
+            self._retries.call(lambda: self._client.probe(self._prefix))
+        except RequestFailedError as told:
+            return told if told.status == failure.status else failure
+        return failure
 
 
 class _ReplacedError(Exception):

@@ -254,7 +254,13 @@ class _Keeper:
             return None
         certificate = self._folder / "ca.pem"
         command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/CN=localhost"]
-        names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+        # Not an authority, which openssl makes it by default: rustls, inside obstore, takes none for a server.
+        names = [
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-addext",
+            "basicConstraints=critical,CA:FALSE",
+        ]
         files = ["-keyout", str(certificate.with_name("key.pem")), "-out", str(certificate)]
         made = subprocess.run([*command, *names, *files], capture_output=True, text=True, check=False)
         if made.returncode:

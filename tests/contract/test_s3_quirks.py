@@ -1,0 +1,280 @@
+"""What is S3's own: uploads in parts, versions of an object, markers of folders, pages, names that XML cannot hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hpdcp.backend import ByteRange
+from hpdcp.errors import InvalidArgumentError, KeyNotFoundError, StorageError
+from hpdcp_backends.s3 import S3Backend
+from tests.support.proxy import Do, Proxy, Rule, Slow
+from tests.support.s3 import S3Server
+
+MIB = 1 << 20
+ENGINES = ["obstore", "botocore"]
+engines = pytest.mark.parametrize("engine", ENGINES)
+
+
+@pytest.fixture
+def url(s3_server: S3Server) -> str:
+    return s3_server.new_prefix()
+
+
+def open_backend(server: S3Server, url: str, *, engine: str = "auto", **options: object) -> S3Backend:
+    return S3Backend(
+        url,
+        storage_options=server.storage_options(**options),
+        engine=engine,
+        part_bytes=5 * MIB,
+        put_below=5 * MIB,
+        write_in_flight=3,
+        max_read_bytes=MIB,
+    )
+
+
+def pieces(size: int, step: int) -> Iterator[memoryview]:
+    for start in range(0, size, step):
+        yield memoryview(bytes([start // step % 251]) * min(step, size - start))
+
+
+# Uploads
+
+
+def test_parts_are_equal_and_hold_small_and_large_buffers_in_order(
+    s3_server: S3Server, s3_proxy: Proxy, url: str
+) -> None:
+    buffers = [*pieces(6 * MIB, 100_003), memoryview(os.urandom(9 * MIB)), memoryview(b""), *pieces(MIB, 300_000)]
+    expected = b"".join(buffers)
+    with open_backend(s3_server.through(s3_proxy), url) as backend:
+        backend.write("key", iter(buffers), size=len(expected), exclusive=False)
+        assert backend.read("key") == expected
+    # The counts include the framing of HTTP, if any.
+    assert [request.received // MIB for request in s3_proxy.find("UploadPart")].count(5) == 3
+    assert len(s3_proxy.find("UploadPart")) == 4
+
+
+def test_a_small_object_is_one_request(s3_server: S3Server, s3_proxy: Proxy, url: str) -> None:
+    with open_backend(s3_server.through(s3_proxy), url) as backend:
+        backend.write("key", pieces(4 * MIB, MIB), size=4 * MIB, exclusive=False)
+    assert [request.operation for request in s3_proxy.requests] == ["PutObject"]
+
+
+def test_an_interrupt_in_the_midst_of_an_upload_leaves_nothing(s3_server: S3Server, s3_proxy: Proxy, url: str) -> None:
+    s3_proxy.add(Rule(Slow(2 * MIB), "UploadPart", times=None))
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    with open_backend(s3_server.through(s3_proxy), url) as backend:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            backend.write("key", pieces(30 * MIB, MIB), size=30 * MIB, exclusive=False)
+        timer.join()
+    assert s3_server.objects(url) == {}
+    assert s3_server.open_uploads(url) == []
+
+
+def test_an_interrupt_of_a_single_request_leaves_nothing(s3_server: S3Server, s3_proxy: Proxy, url: str) -> None:
+    s3_proxy.add(Rule(Slow(4 * MIB), "PutObject", times=None))
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    options = s3_server.through(s3_proxy).storage_options()
+    # Far more than the buffers between here and the server hold: what these hold cannot be called back.
+    with S3Backend(url, storage_options=options) as backend:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            backend.write("key", pieces(40 * MIB, MIB), size=40 * MIB, exclusive=False)
+        timer.join()
+    assert s3_server.objects(url) == {}
+
+
+@pytest.mark.parametrize("announced", [11 * MIB, 13 * MIB])
+def test_a_wrong_total_of_a_large_object_aborts_its_upload(s3_server: S3Server, url: str, announced: int) -> None:
+    with open_backend(s3_server, url) as backend:
+        backend.write("key", pieces(6 * MIB, MIB), size=6 * MIB, exclusive=False)
+        with pytest.raises(InvalidArgumentError, match="key"):
+            backend.write("key", pieces(12 * MIB, MIB), size=announced, exclusive=False)
+    assert s3_server.objects(url) == {"key": 6 * MIB}
+    assert s3_server.open_uploads(url) == []
+
+
+def test_a_body_changed_on_its_way_is_refused_by_the_server(
+    s3_server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hpdcp_backends._s3_client import Body
+
+    monkeypatch.setattr(Body, "crc32c", lambda self: "AAAAAA==")
+    with (
+        S3Backend(url, storage_options=s3_server.storage_options(), retries=0) as backend,
+        pytest.raises(StorageError, match="key"),
+    ):
+        backend.publish("key", b"data")
+    assert s3_server.objects(url) == {}
+
+
+def test_additional_parameters_and_the_users_metadata_go_with_an_upload(s3_server: S3Server, url: str) -> None:
+    additional = {"Metadata": {"owner": "somebody"}, "ContentType": "application/x-tensors"}
+    with open_backend(s3_server, url, s3_additional_kwargs=additional) as backend:
+        backend.write("large", pieces(6 * MIB, MIB), size=6 * MIB, exclusive=False)
+        backend.publish("small", b"x")
+        assert backend.read("small") == b"x"
+    with contextlib.closing(s3_server.client()) as client:
+        for key in ("large", "small"):
+            head = client.head_object(Bucket=s3_server.bucket, Key=f"{url.rpartition('/')[2]}/{key}")
+            assert head["ContentType"] == "application/x-tensors"
+            assert head["Metadata"]["owner"] == "somebody"
+
+
+# Reading
+
+
+@engines
+def test_all_ranges_are_of_one_version_when_the_key_is_replaced_between_requests(
+    s3_server: S3Server, s3_proxy: Proxy, url: str, engine: str
+) -> None:
+    with (
+        open_backend(s3_server, url) as writer,
+        open_backend(s3_server.through(s3_proxy), url, engine=engine) as reader,
+    ):
+        writer.publish("key", b"o" * 4 * MIB)
+        s3_proxy.add(Rule(Do(lambda: writer.publish("key", b"n" * 4 * MIB)), "GetObject", skip=2))
+        target = memoryview(bytearray(4 * MIB))
+        reader.read_ranges("key", [ByteRange(0, 4 * MIB)], [target])
+    assert target in (b"o" * 4 * MIB, b"n" * 4 * MIB)
+
+
+@engines
+def test_a_key_that_is_replaced_all_the_time_is_told_so(
+    s3_server: S3Server, s3_proxy: Proxy, url: str, engine: str
+) -> None:
+    count = iter(range(1000))
+    with (
+        open_backend(s3_server, url) as writer,
+        open_backend(s3_server.through(s3_proxy), url, engine=engine) as reader,
+    ):
+        writer.publish("key", bytes(4 * MIB))
+        again = Do(lambda: writer.publish("key", bytes([next(count) % 251]) * (4 * MIB)))
+        s3_proxy.add(Rule(again, "GetObject", times=None))
+        with pytest.raises(StorageError, match=r"'key' .* was replaced"):
+            reader.read_ranges("key", [ByteRange(0, 4 * MIB)], [memoryview(bytearray(4 * MIB))])
+
+
+@engines
+def test_ranges_of_a_key_that_is_not_there_and_empty_ones_of_one_that_is(
+    s3_server: S3Server, url: str, engine: str
+) -> None:
+    with open_backend(s3_server, url, engine=engine) as backend:
+        backend.publish("key", b"0123456789")
+        backend.read_ranges("key", [ByteRange(10, 0)], [memoryview(bytearray(0))])
+        backend.read_ranges("key", [], [])
+        for length in (0, 1):
+            with pytest.raises(KeyNotFoundError, match="gone"):
+                backend.read_ranges("gone", [ByteRange(0, length)], [memoryview(bytearray(length))])
+
+
+@engines
+def test_names_with_control_characters_can_be_stored_read_listed_and_deleted(
+    s3_server: S3Server, url: str, engine: str
+) -> None:
+    names = ["tab\there", "line\nbreak", "bell\x07", "delete\x7f"]
+    with open_backend(s3_server, url, engine=engine) as backend:
+        for name in names:
+            backend.publish(name, name.encode())
+        for name in names:
+            target = bytearray(len(name))
+            backend.read_ranges(name, [ByteRange(0, len(name))], [memoryview(target)])
+            assert target == name.encode()
+        assert [info.key for info in backend.list_keys()] == sorted(names)
+        backend.delete(names)
+        assert backend.list_keys() == []
+
+
+# Listing and deleting
+
+
+def test_listings_have_pages_and_deletions_have_batches(s3_server: S3Server, s3_proxy: Proxy, url: str) -> None:
+    names = [f"{number:04}" for number in range(1002)]
+    with open_backend(s3_server, url) as backend, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: backend.publish(name, b""), names))
+    with open_backend(s3_server.through(s3_proxy), url) as backend:
+        assert [info.key for info in backend.list_keys()] == names
+        backend.delete([*names, "never there"])
+        assert backend.list_keys(recursive=True) == []
+    assert len(s3_proxy.find("DeleteObjects")) == 2
+
+
+def test_markers_of_folders_are_no_keys(s3_server: S3Server, url: str) -> None:
+    prefix = url.rpartition("/")[2]
+    with contextlib.closing(s3_server.client()) as client:
+        for marker in (f"{prefix}/", f"{prefix}/folder/"):
+            client.put_object(Bucket=s3_server.bucket, Key=marker, Body=b"")
+    with open_backend(s3_server, url) as backend:
+        assert backend.list_keys() == []
+        backend.publish("folder/key", b"x")
+        assert backend.list_keys() == []
+        assert [info.key for info in backend.list_keys(recursive=True)] == ["folder/key"]
+        assert [info.key for info in backend.list_keys("folder")] == ["folder/key"]
+
+
+def test_a_prefix_that_begins_like_another_is_not_part_of_it(s3_server: S3Server, url: str) -> None:
+    with open_backend(s3_server, url) as backend, open_backend(s3_server, f"{url}-2/") as neighbour:
+        neighbour.publish("key", b"x")
+        assert backend.list_keys(recursive=True) == []
+        assert neighbour.url == f"{url}-2"
+
+
+# Processes
+
+
+def test_a_child_forked_from_a_process_that_used_obstore_reads_with_botocore(
+    s3_server: S3Server, tmp_path: Path
+) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import logging, os, signal, sys
+            from hpdcp.backend import ByteRange
+            from hpdcp.errors import NotSupportedError
+            from hpdcp_backends.s3 import S3Backend
+
+            def read(engine):
+                target = bytearray(4)
+                with S3Backend(sys.argv[1], engine=engine) as backend:
+                    backend.publish("key", b"data")
+                    backend.read_ranges("key", [ByteRange(0, 4)], [memoryview(target)])
+                    backend.write("big", [memoryview(bytes(70 << 20))], size=70 << 20, exclusive=False)
+                assert target == b"data"
+
+            read("obstore")
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                read("auto")
+                try:
+                    read("obstore")
+                except NotSupportedError as error:
+                    assert "forked" in str(error)
+                    os._exit(7)
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            """
+        )
+    )
+    environment = os.environ | s3_server.environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(
+        [sys.executable, str(script), s3_server.new_prefix()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
