@@ -168,7 +168,7 @@ def test_the_configuration_of_the_call_holds_in_the_worker(tmp_path: Path) -> No
 
 def test_a_configuration_that_cannot_be_sent_is_refused_in_the_call(tmp_path: Path) -> None:
     with (
-        config.using(backends={"elsewhere": BackendSettings(storage_options={"session": threading.Lock()})}),
+        config.using(backends={"s3": BackendSettings(storage_options={"session": threading.Lock()})}),
         pytest.raises(InvalidArgumentError, match=r"the configuration is a .* cannot be sent"),
     ):
         hpdcp.async_save(state(), checkpoint_id=tmp_path)
