@@ -14,6 +14,7 @@ decides over the work: where stderr is closed, or goes away, the bar is given up
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -210,11 +211,23 @@ def _steps(
 def _stream(wanted: When) -> TextIO | None:
     """Where to draw; None where nothing is to be seen."""
     stream: TextIO | None = sys.stderr
-    if wanted == "never" or stream is None or stream.closed:
+    if wanted == "never" or stream is None:
         return None
-    if stream.isatty():
-        return stream
+    try:
+        if stream.isatty():
+            return stream
+    except (ValueError, OSError):  # it is closed
+        return None
+    except AttributeError:  # something that only has a write(), put there to keep a copy of what is written
+        pass
     return cast(TextIO, _Lines(stream)) if wanted == "always" else None
+
+
+def _knows_its_size(stream: TextIO) -> bool:
+    try:
+        return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    except (AttributeError, OSError, ValueError):  # it stands for a terminal, and is none
+        return False
 
 
 class _Lines:
@@ -232,7 +245,8 @@ class _Lines:
             self._stream.write(line + "\n")
 
     def flush(self) -> None:
-        self._stream.flush()
+        with contextlib.suppress(AttributeError):  # see `_stream`
+            self._stream.flush()
 
     def isatty(self) -> bool:
         return False
@@ -244,7 +258,7 @@ def _drawn(label: str, total: int | None, stream: TextIO) -> Any:
     class Drawn(tqdm):  # type: ignore[misc, unused-ignore]  # untyped, unless its stubs are installed
         monitor_interval = 0  # no thread that looks after it: `miniters` does
 
-    sized = stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    sized = _knows_its_size(stream)
     drawn = Drawn(
         desc=label,
         total=total,

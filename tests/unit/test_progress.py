@@ -263,6 +263,38 @@ def test_no_stderr_at_all_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
             shown.add(12)
 
 
+class _Tee:
+    """What some programs put in the place of stderr."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+class _TerminalTee(_Tee):
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "when", "drawn"),
+    [(_Tee(), "auto", False), (_Tee(), "always", True), (_TerminalTee(), "auto", True)],
+    ids=["a copy", "a copy of everything", "a copy that says it is a terminal"],
+)
+def test_something_in_place_of_stderr_will_do(
+    stream: _Tee, when: Any, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress.bar("save", 12, when=when) as shown:
+        shown.add(12)
+    assert ("save: 100%" in stream.text) is drawn
+
+
 def test_lines_of_a_log_end_as_lines_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     stream = io.StringIO()
