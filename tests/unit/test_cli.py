@@ -13,6 +13,7 @@ from torch import nn
 
 import hpdcp
 from hpdcp.cli import main
+from tests.support.huggingface import write_shards
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +188,13 @@ def test_without_the_extra_it_says_how_to_install_it(monkeypatch: pytest.MonkeyP
     assert hpdcp_command("inspect", "x", status=2) == (
         'hpdcp: the command line needs typer: pip install "hpdcp[cli]"\n'
     )
+
+
+def test_inspect_shows_hugging_face_weights_and_verify_says_why_it_cannot(
+    tmp_path: Path, hpdcp_command: Command
+) -> None:
+    write_shards(tmp_path, {"layers.0.w": torch.ones(2, 3), "layers.1.w": torch.ones(2, 3)}, shards=2)
+    output = hpdcp_command("inspect", tmp_path)
+    assert "weights from huggingface · layout safetensors · no checksums" in output
+    assert rows(output)["layers.1.w"][:3] == ["float32", "[2,", "3]"]
+    assert "records no checksums" in hpdcp_command("verify", tmp_path, status=1)
