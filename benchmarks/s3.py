@@ -1,7 +1,7 @@
 """How fast are a save to S3 and a load from it, beside raw clients, torch's own checkpoints and AWS's connector?
 
     python benchmarks/s3.py [--mib 1024] [--ranks 2] [--repetitions 3] [--contestants obstore,s3fs,torch,hpdcp]
-    python benchmarks/s3.py --eighth [--mib 1024] [--contestants hpdcp,hpdcp-s3fs]
+    python benchmarks/s3.py --eighth [--mib 1024] [--contestants hpdcp,hpdcp-botocore]
 
 Server: SeaweedFS on this machine, data in memory, a new one for each contestant and repetition (`make services`). It
 works on the same cores as the ranks, so read the ratios, not the rates. State: tensors sharded by rows over all ranks
@@ -9,8 +9,8 @@ works on the same cores as the ranks, so read the ratios, not the rates. State: 
 
 obstore, s3fs: each rank stores its bytes, joined beforehand, as one object in parts of `--part-mib`, `--in-flight` at
 once, and fetches ranges of that size, as many at once, into the tensors. torch: `FsspecWriter` and `FsspecReader` over
-s3fs. s3torchconnector: its DCP writer and reader, where that package is installed. hpdcp, hpdcp-s3fs: with the engine
-that hpdcp chooses, and over s3fs.
+s3fs. s3torchconnector: its DCP writer and reader, where that package is installed. hpdcp, hpdcp-botocore: reading with
+the engine that hpdcp chooses, and with botocore's.
 
 `--eighth` counts, in a proxy before the server, what travels when one process loads an eighth of the rows of every
 sharded tensor, without the checkpoint's metadata; 1.00 is an eighth of their bytes.
@@ -317,10 +317,10 @@ def main() -> None:
     elif options.contestant:
         worker(options)
     elif options.eighth:
-        options.contestants = options.contestants or "hpdcp,hpdcp-s3fs"
+        options.contestants = options.contestants or "hpdcp,hpdcp-botocore"
         count_an_eighth(options)
     else:
-        options.contestants = options.contestants or "obstore,s3fs,torch,hpdcp,hpdcp-s3fs"
+        options.contestants = options.contestants or "obstore,s3fs,torch,hpdcp,hpdcp-botocore"
         compare_speed(options)
 
 

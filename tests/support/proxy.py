@@ -33,7 +33,10 @@ _BODILESS: Final = frozenset({204, 304})
 
 @dataclass(frozen=True, slots=True)
 class CutRequest:
-    """Reset both connections once so many bytes of the request's body have gone to the server."""
+    """Reset both connections once so many bytes of the request's body have gone to the server.
+
+    With 0 the server hears nothing of the request; and whatever it answers, the client hears nothing.
+    """
 
     after: int = 0
 
@@ -296,6 +299,8 @@ class _Connection:
             request = Request(method, target, operation_of(method, target, headers))
             self._proxy.note(request)
             fault = request.fault
+            if fault == CutRequest(0):
+                raise _ResetError
             if isinstance(fault, Refuse):
                 self._proxy.refuse(fault.seconds)
                 raise _ResetError
@@ -362,6 +367,8 @@ class _Connection:
             await writer.drain()
         request.status = status
         fault = request.fault
+        if isinstance(fault, CutRequest):
+            await asyncio.Event().wait()  # the cut ends this
         if isinstance(fault, Stall):
             await asyncio.sleep(fault.seconds)
         bodiless = request.method == "HEAD" or status in _BODILESS
