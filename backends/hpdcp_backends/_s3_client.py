@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import crc32c
 from botocore.exceptions import ClientError
@@ -23,6 +22,18 @@ _MARK: Final = "hpdcp-write"
 _BLOCK_BYTES: Final = 256 << 10
 """Handed to the socket at a time. It has `connect_timeout` to take a block, so that a block bounds the slowest link
 that works; larger ones are not faster."""
+
+
+class _AddressFound(Exception):  # noqa: N818 - not an error
+    """Ends a request before it is sent."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.url = url
+
+    @classmethod
+    def by(cls, request: Any, **_: object) -> None:
+        raise cls(request.url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +161,14 @@ class S3Client:
 
     def object_url(self, key: str) -> str:
         """Where `key` is: with the bucket in the host or in the path, as the options and the endpoint have it."""
-        with _translated():
-            url = self.raw.generate_presigned_url("get_object", Params={"Bucket": self.bucket, "Key": key})
-        return urlsplit(url)._replace(query="").geturl()
+        # The request itself is asked, and not sent. A presigned URL leads to AWS's global host, whatever the region.
+        with _translated(), closing(self.options.connect(self.session, connections=1)) as client:
+            client.meta.events.register("before-send.s3.GetObject", _AddressFound.by)
+            try:
+                client.get_object(Bucket=self.bucket, Key=key)
+            except _AddressFound as found:
+                return found.url
+        raise AssertionError("the request was sent")
 
     def region(self) -> str:
         """The region that requests are signed for; asked of the bucket itself where the server is AWS's."""
