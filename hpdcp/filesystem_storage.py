@@ -25,6 +25,7 @@ from hpdcp.errors import (
     IncompleteCheckpointError,
     InvalidArgumentError,
     KeyNotFoundError,
+    NotSupportedError,
 )
 from hpdcp.folder_save import FolderSave, SaveByAll, SaveByRank, SaveIdentity, SaveSetup
 from hpdcp.huggingface_files import choose_file, read_weights
@@ -220,6 +221,11 @@ class FileSystemReader(StorageReader):
         return _RankMetadataSet(self.backend, ranks, rank) if ranks else None
 
     def configure_reader(self, metadata: Metadata, context: PlannerContext) -> None:
+        if self.backend.process_local and context.world_size > 1:
+            raise NotSupportedError(
+                f"{self.backend.url} is seen by one process alone, and {context.world_size} ranks are to load from it "
+                "together. Load in each for itself with no_dist=True."
+            )
         self._metadata = metadata
         self._layout: Layout = registry.find_layout(metadata.settings.get("layout", "safetensors"))()
         if context.is_coordinator and not metadata.has_checksums and self._wanted_checks is Verify.ALWAYS:

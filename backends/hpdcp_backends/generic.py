@@ -494,9 +494,16 @@ class GenericBackend(Backend):
 
         def remove(key: str, path: str) -> None:
             try:
-                with self._using("delete", key) as files, contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    files.rm_file(path)
-                    folders.add(path.rpartition("/")[0])
+                with self._using("delete", key) as files:
+                    try:
+                        files.rm_file(path)
+                    except Exception:
+                        # FTP has an error of its own for what is not there.
+                        files.invalidate_cache(path)
+                        if files.exists(path):
+                            raise
+                    else:
+                        folders.add(path.rpartition("/")[0])
             except StorageError as error:
                 failures.append(error)
 

@@ -173,6 +173,14 @@ def test_a_save_of_several_ranks_to_memory_is_refused(memory: str, collective: b
     writer.configure_writer(PlannerContext(0, 1, True, collective))
 
 
+def test_a_load_of_several_ranks_from_memory_is_refused(memory: str) -> None:
+    metadata = hpdcp.save({"step": 1}, checkpoint_id=memory)
+    reader = hpdcp.FileSystemReader(memory)
+    with pytest.raises(NotSupportedError, match="2 ranks"):
+        reader.configure_reader(metadata, PlannerContext(1, 2, False, True))
+    reader.configure_reader(metadata, PlannerContext(0, 1, True, True))
+
+
 @pytest.mark.parametrize("backend", ["local", "fsspec"])
 def test_saves_without_collectives_are_counted_alike_in_the_call_and_in_the_background(
     tmp_path: Path, backend: str
