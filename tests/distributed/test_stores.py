@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support.background import BackgroundRun
 from tests.support.proxy import Proxy
 from tests.support.ranks import run_ranks
 from tests.support.s3 import S3Server
@@ -33,3 +37,10 @@ def test_four_ranks_on_s3_and_what_all_want_is_served_once(s3_server: S3Server, 
     # One copy; beside it the heads of the files, by which ranks recognise what they read.
     assert LOADED_ONCE_BYTES <= served < 1.02 * LOADED_ONCE_BYTES
     assert s3_server.open_uploads(place) == []
+
+
+# 2 minutes on two free cores, the guest's start among them.
+@pytest.mark.in_background("tests/services/nfs_run", "--timeout=600", "--", "tests/nfs/matrix.sh", sys.executable,
+                           timeout=620)  # fmt: skip
+def test_two_ranks_on_two_nfs_clients(background: BackgroundRun) -> None:
+    assert " passed" in background.output()
