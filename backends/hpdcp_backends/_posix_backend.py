@@ -264,7 +264,9 @@ class PosixBackend(Backend):
             try:
                 self._fill(key, descriptor, buffers, size)
             except BaseException:
-                # What went wrong first is what is told.
+                # What went wrong first is what is told. What was not sent yet need not be, least of all to a full disk.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, 0)
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
                 raise

@@ -67,14 +67,20 @@ def test_a_key_that_was_looked_for_in_vain_is_found(
         assert look(reader, key) == b"new", turn
 
 
+def warm(folder: Path, key: str) -> None:
+    """Let the client know the folder and the file, as any program on its host might."""
+    os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    assert (folder / key).read_bytes() == b"older"
+
+
 @LOOKS
 def test_a_key_that_was_replaced_is_the_new_one(
-    writer: NfsBackend, reader: NfsBackend, look: Callable[[NfsBackend, str], bytes]
+    mounts: Mounts, writer: NfsBackend, reader: NfsBackend, look: Callable[[NfsBackend, str], bytes]
 ) -> None:
     for turn in range(TURNS):
         key = f"key-{turn}"
         writer.publish(key, b"older")
-        assert reader.read(key) == b"older"
+        warm(mounts.b, key)
         writer.publish(key, b"new")
         assert look(reader, key) == b"new", turn
 
@@ -84,7 +90,7 @@ def test_a_key_that_was_replaced_is_the_new_one_where_somebody_holds_the_old_one
     mounts: Mounts, writer: NfsBackend, reader: NfsBackend, look: Callable[[NfsBackend, str], bytes]
 ) -> None:
     writer.publish("key", b"older")
-    assert reader.read("key") == b"older"
+    warm(mounts.b, "key")
     with open(mounts.b / "key", "rb") as held:
         assert held.read(1) == b"o"
         writer.publish("key", b"new")
@@ -104,10 +110,11 @@ def test_a_key_that_was_deleted_is_gone(
             look(reader, key)
 
 
-def test_data_replaced_by_as_many_bytes_is_read_anew(writer: NfsBackend, reader: NfsBackend) -> None:
+def test_data_replaced_by_as_many_bytes_is_read_anew(mounts: Mounts, writer: NfsBackend, reader: NfsBackend) -> None:
     for turn in range(TURNS):
         data = bytes([turn + 1]) * 100_000
         put(writer, "key", data)
+        os.stat(mounts.b / "key")
         target = bytearray(100_000)
         reader.read_ranges("key", [ByteRange(0, 100_000)], [memoryview(target)])
         assert target == data, turn
@@ -127,10 +134,9 @@ def test_every_listing_is_fresh(writer: NfsBackend, reader: NfsBackend) -> None:
 
 def test_a_listing_is_fresh_after_quiet_times_too(writer: NfsBackend, reader: NfsBackend) -> None:
     writer.publish("first", b"")
-    until = time.monotonic() + 5
-    while time.monotonic() < until:
+    for _ in range(5):
         assert [info.key for info in reader.list_keys()] == ["first"]
-        time.sleep(0.5)
+        time.sleep(1)
     for turn in range(TURNS):
         writer.publish(f"{turn}", b"")
         assert f"{turn}" in {info.key for info in reader.list_keys()}
@@ -170,6 +176,8 @@ def test_a_root_that_was_moved_and_made_anew_is_the_new_one(mounts: Mounts) -> N
     here.prepare()
     here.publish("folder/key", b"old")
     assert there.read("folder/key") == b"old"
+    # Of a folder that is moved within the same step of the server's clock as this look, NFS 3 would tell nothing.
+    time.sleep(0.05)
     os.rename(mounts.a / "run", mounts.a / "moved")
     here.prepare()
     here.publish("folder/key", b"new")
