@@ -41,6 +41,7 @@ from hpdcp.staging import StagedPlanner, StagedState
 from hpdcp.standard_planner import StandardSavePlanner
 from hpdcp.storage import StorageWriter
 from hpdcp.worker_link import Link, Message
+from hpdcp.worker_process import take_environment
 
 _LOOK_SECONDS: Final = 0.5
 _STORE_SECONDS: Final = 0.005
@@ -83,6 +84,7 @@ class Worker:
         try:
             self._take_segments(message)
             job = Job.from_message(message)
+            take_environment(job.environment)
             # A bar in the background would draw over whatever the trainer shows by then.
             with config.using(**{**job.settings(), "progress": "never"}):
                 timing.set_rank(job.rank)

@@ -140,6 +140,8 @@ class Job:
     failure: str = ""
     config: bytes = b""
     """The configuration of the call, pickled: options of third parties' backends may be anything."""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The trainer's variables at the call: credentials are renewed there while the worker lives."""
 
     def settings(self) -> dict[str, Any]:
         """Arguments of `config.using` that make the worker's configuration the call's."""
@@ -170,6 +172,7 @@ class Job:
             "failure": self.failure,
             "known": list(self.known),
             "wave_bytes": self.wave_bytes,
+            "environment": dict(self.environment),
         }
         payload = pack_columns({name: np.frombuffer(data, dtype=np.uint8) for name, data in parts.items()}, {})
         return facts, payload
@@ -197,6 +200,7 @@ class Job:
             rest=SavePlan.from_part(parts["rest"], plan) if plan is not None and parts["rest"] else None,
             failure=facts["failure"],
             config=parts["config"],
+            environment=facts["environment"],
         )
 
 

@@ -252,6 +252,7 @@ class _Call:
             rest=stage.rest,
             failure="" if failure is None else f"{type(failure).__name__}: {failure}",
             config=settings,
+            environment=dict(os.environ),
         )
         worker.plans |= {plan.plan_id for plan in stage.plans}
         response = AsyncSaveResponse(self._place)

@@ -8,13 +8,25 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from hpdcp.arena import Arena
 from hpdcp.async_jobs import Job
 from hpdcp.errors import WorkerDiedError
 from hpdcp.staging import StagedState
 from hpdcp.worker_link import Link, Message
+
+_DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+def take_environment(variables: Mapping[str, str]) -> None:
+    """In the worker: have the trainer's variables, but for those that the worker was started with on purpose."""
+    own = {"PYTHONPATH", *_DEVICES}
+    for name in os.environ.keys() - variables.keys() - own:
+        del os.environ[name]
+    for name, value in variables.items():
+        if name not in own and os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 class WorkerProcess:
@@ -28,7 +40,7 @@ class WorkerProcess:
         """Ids of the plans it was given or made."""
         self._link, theirs = Link.pair()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), "")
+        hidden = dict.fromkeys(_DEVICES, "")
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "hpdcp._worker", str(theirs.fileno()), self.incarnation],
