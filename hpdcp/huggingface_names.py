@@ -208,7 +208,7 @@ def _entries(wanted: Mapping[str, _Wanted], names: Names) -> list[Entry]:
 
 
 def _tied_entries(weights: Weights, wanted: Mapping[str, _Wanted], names: Names) -> list[Entry]:
-    entries = []
+    entries: list[Entry] = []
     stored = {tensor.key for tensor in weights.tensors}
     for key, target in names.tied.items():
         if key in stored:
