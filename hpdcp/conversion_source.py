@@ -104,8 +104,11 @@ class FolderReader(HuggingFaceReader):
     def load_metadata(self) -> Metadata:
         try:
             return super().load_metadata()
-        except (CheckpointNotFoundError, UnsupportedFormatError) as error:
-            raise type(error)(f"{error} {self._advice()}".rstrip()) from error
+        except (CheckpointNotFoundError, UnsupportedFormatError, StorageError) as error:
+            advice = self._advice()
+            if not advice:
+                raise
+            raise type(error)(f"{error} {advice}") from error
 
     def _advice(self) -> str:
         if file_at(self._place, self._options) is not None:

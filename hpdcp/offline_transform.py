@@ -266,7 +266,11 @@ def convert_dcp_to_torch(
         CheckpointError, StorageError, UnsafePickleError: the destination is as it was.
     """
     source, target = two_places(src, dst)
-    with closing(FileSystemReader(source, storage_options=src_storage_options, allow_pickle=allow_pickle)) as reader:
+    with closing(
+        FileSystemReader(
+            source, storage_options=src_storage_options, allow_pickle=allow_pickle, verify=verify_setting()
+        )
+    ) as reader:
         metadata = metadata_of(reader, Alone())
         require_checkpoint(metadata, source)
         tensors = _tensor_sizes(metadata)
