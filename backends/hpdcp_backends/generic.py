@@ -7,15 +7,12 @@ import os
 import re
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, TypeVar
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
-import fsspec
 from fsspec.dircache import DirCache
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
@@ -40,40 +37,22 @@ from hpdcp.errors import (
     NotSupportedError,
     StorageError,
 )
+from hpdcp_backends._fsspec_stores import (
+    ADVICE,
+    ONE_VERSION,
+    PUT,
+    RENAME,
+    RMDIR_KEEPS_FULL,
+    SHARED,
+    file_system_class,
+    make_folder,
+    modified_at,
+    passwords,
+    sync_folder,
+    version_of,
+)
 
 _T = TypeVar("_T")
-
-_PUT: Final = frozenset({"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "tos", "tosfs"})
-"""Object stores: what is uploaded appears under its name when it is complete, in place of what was there. A rename
-would be a copy and a removal."""
-
-_RENAME: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs"})
-"""Folders and files: a file is written under another name and then renamed over the old one. Those that refuse to
-rename over a file (SMB, HDFS) hold each checkpoint in a folder of its own, and say so when one is to be replaced."""
-
-_SHARED: Final = frozenset({"memory", "file", "local", "hdfs", "arrow_hdfs"})
-"""File systems without asyncio that several threads may use at a time. Others (one FTP connection, paramiko, unknown
-ones) are used by one thread at a time."""
-
-_ONE_VERSION: Final = frozenset({"memory", "file", "local", "sftp", "ssh"})
-"""Where one call that reads a whole file sees one version of it, however large it is."""
-
-_RMDIR_KEEPS_FULL: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
-"""Where removing a folder that holds something fails. On HDFS it takes all that is in it."""
-
-_WRAPPERS: Final = frozenset({
-    "async_wrapper", "asyncwrapper", "blockcache", "cached", "dask", "data", "dir", "filecache", "generic",
-    "libarchive", "reference", "simplecache", "tar", "zip",
-})  # fmt: skip
-"""File systems over another one: a cache answers with old bytes, an archive cannot replace a file in one step."""
-
-_VERSION_FIELDS: Final = (
-    "size", "ETag", "etag", "generation", "VersionId", "version_id", "md5Hash", "crc32c", "content_md5", "ino",
-    "mtime", "LastModified", "last_modified", "modified", "updated", "modify", "modificationTime", "created",
-)  # fmt: skip
-"""What file systems report of a file that changes when another takes its place."""
-
-_TIME_FIELDS: Final = ("mtime", "LastModified", "last_modified", "modified", "updated", "last_write_time", "created")
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PROBE: Final = "hpdcp-probe"
@@ -137,22 +116,22 @@ class GenericBackend(Backend):
         path = path.strip("/")
         shown = f"{self._protocol}://{address}{slash if path else ''}{path}" if scheme else f"/{path}"
         self.url = without_password(shown)
-        self._secrets = _passwords(address)
-        self._kind = _file_system_class(self._protocol, self.url)
+        self._secrets = passwords(address)
+        self._kind = file_system_class(self._protocol, self.url)
         # Only the address says how to connect; a path that looks like a query must not.
         connection = f"{self._protocol}://{address}{slash}{quote(path)}"
         self._arguments = {**self._kind._get_kwargs_from_urls(connection), **(storage_options or {})}
         self._root = self._path_within(address, path)
         self._style: Literal["put", "rename"] | None
         if publish is None:
-            self._style = "put" if self._protocol in _PUT else "rename" if self._protocol in _RENAME else None
+            self._style = "put" if self._protocol in PUT else "rename" if self._protocol in RENAME else None
         else:
             self._style = "put" if publish == "put" else "rename"
         self.process_local = self._protocol == "memory"
         self.coalesce_gap = coalesce_gap
         self.max_read_bytes = max_read_bytes
         self._part_bytes = part_bytes
-        parallel = self._kind.async_impl or self._protocol in _SHARED
+        parallel = self._kind.async_impl or self._protocol in SHARED
         self._requests = requests if parallel else 1
         self._turn: contextlib.AbstractContextManager[object] = (
             contextlib.nullcontext() if parallel else threading.RLock()
@@ -204,7 +183,7 @@ class GenericBackend(Backend):
             return NotSupportedError(f"cannot {doing} {what}: {self._kind.__name__} does not implement that ({text}).")
         if isinstance(error, FileNotFoundError) and key is not None and doing == "read":
             return KeyNotFoundError(f"cannot read {what}: it is not there ({text}).")
-        advice = next((advice for kind, advice in _ADVICE if isinstance(error, kind)), "")
+        advice = next((advice for kind, advice in ADVICE if isinstance(error, kind)), "")
         translated = StorageError(f"cannot {doing} {what}: {type(error).__name__}: {text}. {advice}".rstrip())
         translated.errno = error.errno if isinstance(error, OSError) else None
         return translated
@@ -218,14 +197,14 @@ class GenericBackend(Backend):
     def prepare(self) -> None:
         if self._publishes_by() == "rename":
             with self._using("create the folder") as files:
-                _make_folder(files, self._root or files.root_marker)
+                make_folder(files, self._root or files.root_marker)
 
     def list_keys(self, under: str = "", *, recursive: bool = False) -> list[KeyInfo]:
         if under:
             checked_key(under)
         found: list[KeyInfo] = []
         with self._using("list") as files:
-            if not self._scan(files, under, recursive, found) and self._protocol in _RENAME:
+            if not self._scan(files, under, recursive, found) and self._protocol in RENAME:
                 root = self._root or files.root_marker
                 if not files.isdir(root):
                     raise CheckpointNotFoundError(f"{self.url} is not there.")
@@ -256,7 +235,7 @@ class GenericBackend(Backend):
                 if recursive:
                     self._scan(files, key, recursive, found)
             elif entry["type"] == "file":
-                found.append(KeyInfo(key, int(entry["size"] or 0), _modified(entry)))
+                found.append(KeyInfo(key, int(entry["size"] or 0), modified_at(entry)))
         return True
 
     def size(self, key: str) -> int:
@@ -285,10 +264,10 @@ class GenericBackend(Backend):
                 raise truncated(key, self.url, ByteRange(0, info["size"]), len(data))
             return data
 
-        if self._kind.async_impl or self._protocol in _ONE_VERSION:
+        if self._kind.async_impl or self._protocol in ONE_VERSION:
             with self._using("read", key) as files:
                 data: bytes = files.cat_file(path)
-            if self._protocol in _ONE_VERSION or len(data) <= _ONE_REQUEST_BYTES:
+            if self._protocol in ONE_VERSION or len(data) <= _ONE_REQUEST_BYTES:
                 return data
         return self._steadily(key, path, whole)
 
@@ -339,7 +318,7 @@ class GenericBackend(Backend):
                 info = self._info(files, path, key)
             result = work(info)
             with self._using("read", key) as files:
-                if _version(self._info(files, path, key)) == _version(info):
+                if version_of(self._info(files, path, key)) == version_of(info):
                     return result
         raise StorageError(
             f"cannot read {key!r} in {self.url}: it was replaced {_TRIES} times while it was being read."
@@ -424,7 +403,7 @@ class GenericBackend(Backend):
         temporary = f"{folder}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         with self._using("write", key) as files:
             if "/" in key:
-                _make_folder(files, folder)
+                make_folder(files, folder)
             file = files.open(temporary, "wb")
             if self._protocol in ("sftp", "ssh"):
                 # Else paramiko waits for an answer to every 32 KiB: under 1 MB/s, measured on loopback.
@@ -458,7 +437,7 @@ class GenericBackend(Backend):
         try:
             files.mv(temporary, path)
             if self._on_disk:
-                _sync_folder(os.path.dirname(path))
+                sync_folder(os.path.dirname(path))
         except Exception as error:  # noqa: BLE001 - said below, or raised again
             problem = error
         files.invalidate_cache(path)
@@ -508,97 +487,16 @@ class GenericBackend(Backend):
                 failures.append(error)
 
         self._together([partial(remove, key, path) for key, path in paths.items()])
-        if self._protocol in _RMDIR_KEEPS_FULL:
+        if self._protocol in RMDIR_KEEPS_FULL:
             for folder in folders - {self._root}:
                 with contextlib.suppress(StorageError), self._using("delete") as files:
                     files.rmdir(folder)
         if self._on_disk:
             for folder in folders:
                 with self._using("delete"), contextlib.suppress(FileNotFoundError):
-                    _sync_folder(folder)
+                    sync_folder(folder)
         if failures:
             raise failures[0]
-
-
-_ADVICE: Final[tuple[tuple[type[Exception], str], ...]] = (
-    (PermissionError, "Check the credentials (storage_options, or what its package reads), and what they permit."),
-    (FileNotFoundError, "Is the bucket, share or folder there?"),
-    (ConnectionError, "The store could not be reached: check the host, the port and the network."),
-    (TimeoutError, "The store did not answer in time: check the host, the port and the network."),
-    (TypeError, "Are these the storage_options that its package takes?"),
-)
-
-
-def _file_system_class(protocol: str, url: str) -> type[AbstractFileSystem]:
-    if protocol in _WRAPPERS:
-        raise InvalidArgumentError(
-            f"{url}: {protocol}:// stands for another file system (a cache of it would answer with old bytes, an "
-            "archive cannot replace a file in one step). Give the URL of the files themselves."
-        )
-    try:
-        found: type[AbstractFileSystem] = fsspec.get_filesystem_class(protocol)
-    except ValueError:
-        raise InvalidArgumentError(
-            f"{url}: fsspec knows no {protocol}://. Install the package that brings it, or correct the URL."
-        ) from None
-    except ImportError as error:
-        raise NotSupportedError(f"{url} needs a package that is not installed: {error}") from error
-    return found
-
-
-def _passwords(address: str) -> list[str]:
-    """The password of `user:password@host`, as it is written and as it is meant."""
-    _, colon, written = address.rpartition("@")[0].partition(":")
-    return [written, unquote(written)] if colon and written else []
-
-
-def _make_folder(files: AbstractFileSystem, folder: str) -> None:
-    """Make it and those above it, while other ranks do the same."""
-    for turn in range(_TRIES):
-        try:
-            files.makedirs(folder, exist_ok=True)
-            return
-        except Exception:
-            if files.isdir(folder):
-                return
-            if turn == _TRIES - 1:
-                raise
-            time.sleep(0.01)
-
-
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _version(info: Mapping[str, Any]) -> list[str]:
-    return [repr(info.get(field)) for field in _VERSION_FIELDS]
-
-
-def _modified(info: Mapping[str, Any]) -> float:
-    """Seconds since the epoch; now, where the store tells nothing: a file of unknown age is never taken for an old one.
-
-    >>> _modified({"LastModified": datetime(1970, 1, 2, tzinfo=UTC)}), _modified({"modify": "19700101000001"})
-    (86400.0, 1.0)
-    """
-    for field in _TIME_FIELDS:
-        value = info.get(field)
-        if isinstance(value, (int, float)):
-            return float(value)
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = datetime.fromisoformat(value)
-        if isinstance(value, datetime):
-            return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    if "modificationTime" in info:  # HDFS over HTTP: milliseconds
-        return float(info["modificationTime"]) / 1000
-    if "modify" in info:  # FTP
-        stamp = str(info["modify"]).partition(".")[0]
-        return datetime.strptime(stamp, "%Y%m%d%H%M%S").replace(tzinfo=UTC).timestamp()
-    return time.time()
 
 
 def _can_be_key(name: str) -> bool:
