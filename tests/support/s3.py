@@ -4,6 +4,7 @@ session. Ranks and other processes that a test starts with `S3Server.environment
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import uuid
@@ -58,10 +59,9 @@ class S3Server:
 
     def client(self) -> Any:
         """A plain S3 client (botocore's), to look at the bucket without hpdcp; close it."""
-        import botocore.session
         from botocore.config import Config
 
-        return botocore.session.Session().create_client(
+        return _session().create_client(
             "s3",
             endpoint_url=self.url,
             region_name=self.region,
@@ -87,6 +87,14 @@ class S3Server:
 
     def _folder(self, prefix: str) -> str:
         return prefix.removeprefix(f"s3://{self.bucket}/").rstrip("/") + "/"
+
+
+@functools.cache
+def _session() -> Any:
+    # It reads the description of S3, which takes longer than most requests.
+    import botocore.session
+
+    return botocore.session.Session()
 
 
 @pytest.fixture(scope="session")
