@@ -14,11 +14,18 @@ from typing import Any, Final
 import crc32c
 from botocore.exceptions import ClientError
 
+from hpdcp.backend import without_password
+from hpdcp.errors import InvalidArgumentError
 from hpdcp_backends._s3_errors import RequestFailedError, StoppedError, from_botocore
 from hpdcp_backends._s3_options import S3Options
 
 _MARK: Final = "hpdcp-write"
 """Metadata of an object that says which call of `write` stored it."""
+_OPERATIONS: Final = (
+    "put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload", "abort_multipart_upload",
+    "list_multipart_uploads", "get_object", "head_object", "head_bucket", "list_objects_v2", "delete_object",
+    "delete_objects",
+)  # fmt: skip
 _BLOCK_BYTES: Final = 256 << 10
 """Handed to the socket at a time. It has `connect_timeout` to take a block, so that a block bounds the slowest link
 that works; larger ones are not faster."""
@@ -148,12 +155,15 @@ class S3Client:
         with _translated(), self._lock:
             if self._client is None:
                 self._session = self.options.session()
-                self._client = self.options.connect(self._session, connections=self._connections)
+                client = self.options.connect(self._session, connections=self._connections)
+                self._additional = _parameters_by_operation(client, self.options.additional)
+                self._client = client
 
     @property
     def endpoint(self) -> str:
         """Where requests go, for messages."""
-        return str(self._client.meta.endpoint_url if self._client else self.options.client.get("endpoint_url", "AWS"))
+        known = self._client.meta.endpoint_url if self._client else self.options.client.get("endpoint_url", "AWS")
+        return without_password(str(known))
 
     @property
     def _checksums(self) -> bool:
@@ -284,14 +294,20 @@ class S3Client:
         return {**self.options.additional.get("Metadata", {}), _MARK: mark}
 
     def _call(self, operation: str, **parameters: Any) -> Any:
-        additional = self._additional.get(operation)
-        if additional is None:
-            name = self.raw.meta.method_to_api_mapping[operation]
-            shape = self.raw.meta.service_model.operation_model(name).input_shape
-            taken = set(shape.members if shape is not None else ())
-            additional = {name: value for name, value in self.options.additional.items() if name in taken}
-            self._additional[operation] = additional
-        return getattr(self.raw, operation)(**{**additional, **parameters, "Bucket": self.bucket})
+        client, additional = self.raw, self._additional.get(operation, {})
+        return getattr(client, operation)(**{**additional, **parameters, "Bucket": self.bucket})
+
+
+def _parameters_by_operation(client: Any, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Which of the options' additional parameters go with which request; InvalidArgumentError where none takes one."""
+    found = {}
+    for operation in _OPERATIONS:
+        model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
+        found[operation] = {name: value for name, value in given.items() if name in model.input_shape.members}
+    unknown = sorted(set(given).difference(*found.values()))
+    if unknown:
+        raise InvalidArgumentError(f"s3_additional_kwargs {unknown}: no request of S3's takes these.")
+    return found
 
 
 def _as_client_error(item: Mapping[str, Any]) -> Exception:

@@ -108,7 +108,8 @@ class S3Options:
         settings: dict[str, Any] = {
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "max_pool_connections": connections,
-            "connect_timeout": 5,
+            # Also what the socket has to take a block of a body: a server may be busy for a while.
+            "connect_timeout": 20,
             "read_timeout": 60,
             "tcp_keepalive": True,
             **self.config,

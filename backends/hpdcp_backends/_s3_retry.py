@@ -16,6 +16,7 @@ _T = TypeVar("_T")
 _LOG: Final = logging.getLogger(__name__)
 _FIRST_WAIT: Final = 0.2
 _LONGEST_WAIT: Final = 10.0
+_AT_LEAST: Final = 2
 _FIRST_CONTACT_SECONDS: Final = 4.0
 """How long a server that has never answered is tried: a wrong host or port is told within seconds, not minutes."""
 
@@ -27,7 +28,8 @@ class Retries:
     most: int
     """Requests after the first one."""
     seconds: float
-    """Since the first one, after which none is sent again."""
+    """Since the first one, after which none is sent again; two are whatever they take, since a part on a slow link may
+    take longer than this by itself."""
     reached: bool = False
     """Whether the server has ever answered."""
 
@@ -58,7 +60,8 @@ class Retries:
                 wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2**sent) * random.uniform(0.5, 1)
                 spent = time.monotonic() - start
                 limit = self.seconds if self.reached else min(self.seconds, _FIRST_CONTACT_SECONDS)
-                if not failure.temporary or sent == self.most or spent + wait > limit:
+                late = spent + wait > limit and (sent >= _AT_LEAST or not self.reached)
+                if not failure.temporary or sent == self.most or late:
                     raise
                 _LOG.info("S3 request failed (%s); trying again in %.1f s", failure, wait)
                 if stop is None:

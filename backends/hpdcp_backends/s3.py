@@ -273,7 +273,7 @@ class S3Backend(Backend):
 
     def _fetch_once(self, reader: Reader, reading: _Reading, range_: ByteRange, into: memoryview) -> None:
         try:
-            got = reader.fetch(reading.name, range_, into, etag=reading.etag, stop=reading.stop)
+            got = reader.fetch(reading.name, range_, into, etag=reading.condition, stop=reading.stop)
         except RequestFailedError as failure:
             if failure.status == 412:
                 raise _ReplacedError from failure
@@ -378,17 +378,25 @@ class _Reading:
     def __init__(self, name: str) -> None:
         self.name = name
         self.stop = threading.Event()
-        self.etag: str | None = None
-        """Of the version; None before the first answer."""
+        self._etag: str | None = None
         self._size: int | None = None
         self._lock = threading.Lock()
+
+    @property
+    def condition(self) -> str | None:
+        """What further requests demand of the version; None before the first answer.
+
+        A weak tag, as proxies give that compress, meets no condition at all; it is compared only.
+        """
+        with self._lock:
+            return None if self._etag is None or self._etag.startswith("W/") else self._etag
 
     def agree(self, got: Got) -> None:
         """Raise _ReplacedError unless `got` is of the same version as the answers before."""
         with self._lock:
             if self._size is None:
-                self._size, self.etag = got.size, got.etag
-            elif (self._size, self.etag) != (got.size, got.etag):
+                self._size, self._etag = got.size, got.etag
+            elif (self._size, self._etag) != (got.size, got.etag):
                 raise _ReplacedError
 
 

@@ -175,7 +175,7 @@ def test_a_missing_bucket_is_named_before_anything_is_written(s3_server: S3Serve
 def test_a_wrong_secret_is_told_and_not_shown(s3_server: S3Server, engine: str) -> None:
     options = s3_server.storage_options(secret="a wrong secret")
     backend = S3Backend(s3_server.new_prefix(), engine=engine, storage_options=options)
-    check_failures(backend, s3_server, s3_server.url, "storage_options")
+    check_failures(backend, s3_server, s3_server.url, "SignatureDoesNotMatch", "storage_options key and secret")
     backend = S3Backend(s3_server.new_prefix(), engine=engine, storage_options=options)
     with backend, pytest.raises(StorageError) as caught:
         backend.prepare()
@@ -229,6 +229,7 @@ def test_an_unknown_profile_is_told() -> None:
         {"endpoint_url": "no url at all"},
         {"client_kwargs": {"no_such_setting": 1}},
         {"no_such_option": 1},
+        {"s3_additional_kwargs": {"StorageClas": "STANDARD_IA"}},
         {"key": "only a key"},
         {"key": "one", "username": "another", "secret": "x"},
         {"client_kwargs": 7},

@@ -108,6 +108,13 @@ def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_not(w
     assert retries.call(Server(12, UNREACHABLE)) == 13
 
 
+def test_a_request_that_takes_longer_than_all_the_time_is_still_sent_three_times(waits: list[float]) -> None:
+    server = Server(100, BUSY)
+    with pytest.raises(RequestFailedError, match="SlowDown"):
+        Retries(10, 0).call(server)
+    assert server.asked == 3
+
+
 def test_what_will_not_change_is_not_tried_again(waits: list[float]) -> None:
     server = Server(1, answered("AccessDenied", 403, ""))
     with pytest.raises(RequestFailedError, match="AccessDenied"):
