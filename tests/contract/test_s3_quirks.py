@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hpdcp.backend import ByteRange
-from hpdcp.errors import InvalidArgumentError, KeyNotFoundError, StorageError
+from hpdcp.errors import InvalidArgumentError, KeyNotFoundError, KeyTruncatedError, StorageError
 from hpdcp_backends.s3 import S3Backend
 from tests.support.proxy import Do, Proxy, Rule, Slow
 from tests.support.s3 import S3Server
@@ -119,6 +120,27 @@ def test_a_body_changed_on_its_way_is_refused_by_the_server(
     assert s3_server.objects(url) == {}
 
 
+@pytest.mark.parametrize("mode", ["when_supported", "when_required"])
+@pytest.mark.parametrize("secure", [True, False])
+def test_checksums_are_stored_unless_they_are_turned_off(
+    s3_server: S3Server, url: str, mode: str, secure: bool
+) -> None:
+    if secure and s3_server.https_url is None:
+        pytest.skip("the server has no certificate: openssl is not installed")
+    address = {"endpoint_url": s3_server.https_url, "verify": s3_server.ca} if secure else {}
+    options = s3_server.storage_options(config_kwargs={"request_checksum_calculation": mode})
+    options["client_kwargs"] |= address
+    data = os.urandom(12 * MIB)
+    with S3Backend(url, storage_options=options, part_bytes=5 * MIB, put_below=5 * MIB) as backend:
+        backend.write("large", [memoryview(data)], size=len(data), exclusive=False)
+        backend.publish("small", data[:1000])
+        assert backend.read("large") == data
+    with contextlib.closing(s3_server.client()) as client:
+        name = f"{url.rpartition('/')[2]}/small"
+        head = client.head_object(Bucket=s3_server.bucket, Key=name, ChecksumMode="ENABLED")
+    assert ("ChecksumCRC32C" in head) is (mode == "when_supported")
+
+
 def test_additional_parameters_and_the_users_metadata_go_with_an_upload(s3_server: S3Server, url: str) -> None:
     additional = {"Metadata": {"owner": "somebody"}, "ContentType": "application/x-tensors"}
     with open_backend(s3_server, url, s3_additional_kwargs=additional) as backend:
@@ -194,6 +216,37 @@ def test_names_with_control_characters_can_be_stored_read_listed_and_deleted(
         assert [info.key for info in backend.list_keys()] == sorted(names)
         backend.delete(names)
         assert backend.list_keys() == []
+
+
+@engines
+def test_nothing_is_written_into_the_buffers_after_an_interrupted_read(
+    s3_server: S3Server, s3_proxy: Proxy, url: str, engine: str
+) -> None:
+    target = memoryview(bytearray(40 * MIB))
+    with open_backend(s3_server.through(s3_proxy), url, engine=engine) as backend:
+        backend.publish("key", b"x" * len(target))
+        s3_proxy.add(Rule(Slow(MIB), "GetObject", times=None))
+        timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            backend.read_ranges("key", [ByteRange(0, len(target))], [target])
+        timer.join()
+        seen = bytes(target)
+        time.sleep(1.5)
+        assert target == seen
+        assert seen != b"x" * len(target)
+
+
+@engines
+def test_one_range_that_fails_ends_the_others(s3_server: S3Server, s3_proxy: Proxy, url: str, engine: str) -> None:
+    target = memoryview(bytearray(64 * MIB))
+    with open_backend(s3_server.through(s3_proxy), url, engine=engine) as backend:
+        backend.publish("key", bytes(40 * MIB))
+        s3_proxy.reset()
+        with pytest.raises(KeyTruncatedError, match=str(40 * MIB)):
+            backend.read_ranges("key", [ByteRange(0, len(target))], [target])
+        # 64 ranges were asked for, of which the last 24 are beyond the end.
+        assert len(s3_proxy.find("GetObject")) < 64
 
 
 # Listing and deleting
