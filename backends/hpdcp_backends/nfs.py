@@ -9,7 +9,8 @@ What was measured on two Linux clients of one server (kernel 6.1, default mount 
 - NFS 3 knows a changed folder by its time of change, in steps of the server's clock (4 to 10 ms on Linux before 6.13):
   of names created within the same step as a look, 34 of 40 were not in the next listing, and would not have been in
   any later one until something else in the folder changed. So listings are fetched anew until the folder has been
-  quiet for longer than such a step.
+  quiet for longer than such a step. What is left: a file or folder that somebody else moves aside, and another in its
+  place, within one such step of this look, may be read as it was; hpdcp moves files only onto those they replace.
 - A descriptor that is kept open goes on reading what was replaced, or fails once the server has forgotten the file
   (ESTALE). So none is kept, and a read that meets it starts over.
 - Errors of writing come with `fsync` and `close`; a full disk only there.
