@@ -212,13 +212,12 @@ class S3Client:
         with _translated():
             self._call("put_object", Key=key, Body=body, Metadata=self._metadata(mark), **checksum)
 
-    def create_upload(self, key: str, *, mark: str) -> tuple[str, datetime]:
-        """The upload's id, and the time by the server's clock."""
+    def create_upload(self, key: str, *, mark: str) -> str:
+        """The upload's id."""
         checksum = {"ChecksumAlgorithm": "CRC32C"} if self._checksums else {}
         with _translated():
             answer = self._call("create_multipart_upload", Key=key, Metadata=self._metadata(mark), **checksum)
-        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        return str(answer["UploadId"]), parsedate_to_datetime(date) if date else datetime.now(UTC)
+        return str(answer["UploadId"])
 
     def put_part(self, key: str, upload: str, number: int, body: Body) -> StoredPart:
         checksum = body.crc32c() if self._checksums else None
@@ -243,11 +242,13 @@ class S3Client:
             if failure.code != "NoSuchUpload" and failure.status != 404:
                 raise
 
-    def open_uploads(self, key: str) -> list[tuple[str, datetime]]:
-        """Id and start of every upload of exactly this key that is neither completed nor aborted."""
+    def open_uploads(self, key: str) -> tuple[list[tuple[str, datetime]], datetime]:
+        """Id and start of every upload of exactly this key that is neither completed nor aborted; the server's time."""
         with _translated():
             answer = self._call("list_multipart_uploads", Prefix=key)
-        return [(item["UploadId"], item["Initiated"]) for item in answer.get("Uploads", ()) if item["Key"] == key]
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        found = [(item["UploadId"], item["Initiated"]) for item in answer.get("Uploads", ()) if item["Key"] == key]
+        return found, parsedate_to_datetime(date) if date else datetime.now(UTC)
 
     def list(self, prefix: str, *, recursive: bool, call: Callable[[Callable[[], Any]], Any]) -> Iterator[Listed]:
         """Objects under `prefix`, in pages that are each requested by `call`."""

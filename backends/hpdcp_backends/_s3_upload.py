@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Final
 
 from hpdcp.backend import as_bytes
@@ -146,6 +146,8 @@ class Upload:
     ) -> None:
         self._client = client
         self._retries = retries
+        # What failed has tried long enough; a server that starts again is waited for.
+        self._cleaning = replace(retries, most=min(retries.most, 7), seconds=min(retries.seconds, 30))
         self._pool = pool
         self._key = key
         self._in_flight = in_flight
@@ -213,21 +215,41 @@ class Upload:
         return self._retries.call(lambda: self._client.put_part(self._key, upload, number, body), stop=self._stop)
 
     def _create(self) -> str:
+        # Not in this thread: an upload whose id an interrupt threw away would stay.
+        running = self._pool.submit(self._create_surely)
+        try:
+            return running.result()
+        except BaseException:
+            self._stop.set()
+            wait([running])
+            if running.exception() is None:
+                self._abort(running.result())
+            raise
+
+    def _create_surely(self) -> str:
+        """The upload's id; others that tries with lost answers began are gone."""
         start = time.monotonic()
         doubts: list[RequestFailedError] = []
-        upload, now = self._retries.call(lambda: self._client.create_upload(self._key, mark=self._mark), doubts=doubts)
-        if doubts:
-            self._abort_lost(upload, since=now - timedelta(seconds=time.monotonic() - start) - _CLOCK_STEP)
-        return upload
-
-    def _abort_lost(self, mine: str, *, since: datetime) -> None:
-        """Abort uploads that earlier tries began and whose answers were lost. A key has one writer at a time."""
+        mine = None
         try:
-            for upload, begun in self._retries.call(lambda: self._client.open_uploads(self._key)):
-                if upload != mine and begun >= since:
-                    self._abort(upload)
+            mine = self._retries.call(
+                lambda: self._client.create_upload(self._key, mark=self._mark), stop=self._stop, doubts=doubts
+            )
+        finally:
+            if doubts:
+                self._abort_others(mine, seconds=time.monotonic() - start)
+        return mine
+
+    def _abort_others(self, mine: str | None, *, seconds: float) -> None:
+        """Abort uploads of the key begun within the last `seconds`, but `mine`. A key has one writer at a time."""
+        try:
+            uploads, now = self._cleaning.call(lambda: self._client.open_uploads(self._key))
         except RequestFailedError as failure:
             _LOG.warning("cannot look for lost uploads of %r: %s", self._key, failure)
+            return
+        for upload, begun in uploads:
+            if upload != mine and begun >= now - timedelta(seconds=seconds) - _CLOCK_STEP:
+                self._abort(upload)
 
     def _complete(self, upload: str, size: int) -> None:
         parts = sorted(self._stored, key=lambda part: part.number)
@@ -245,7 +267,7 @@ class Upload:
     def _is_stored(self, size: int) -> bool:
         """Whether the object of this call is there in spite of a failure."""
         try:
-            head = self._retries.call(lambda: self._client.head(self._key))
+            head = self._cleaning.call(lambda: self._client.head(self._key))
         except RequestFailedError as failure:
             if failure.code not in MISSING:
                 _LOG.warning("cannot see whether %r was stored after all: %s", self._key, failure)
@@ -254,7 +276,7 @@ class Upload:
 
     def _abort(self, upload: str) -> None:
         try:
-            self._retries.call(lambda: self._client.abort_upload(self._key, upload))
+            self._cleaning.call(lambda: self._client.abort_upload(self._key, upload))
         except RequestFailedError as failure:
             _LOG.warning(
                 "cannot abort upload %s of %r in bucket %r: %s. Its parts cost money until a lifecycle rule of the "

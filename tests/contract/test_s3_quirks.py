@@ -19,7 +19,7 @@ import pytest
 from hpdcp.backend import ByteRange
 from hpdcp.errors import InvalidArgumentError, KeyNotFoundError, KeyTruncatedError, StorageError
 from hpdcp_backends.s3 import S3Backend
-from tests.support.proxy import Do, Proxy, Rule, Slow
+from tests.support.proxy import Do, LoseAnswer, Proxy, Rule, Slow, Stall
 from tests.support.s3 import S3Server
 
 MIB = 1 << 20
@@ -81,6 +81,28 @@ def test_an_interrupt_in_the_midst_of_an_upload_leaves_nothing(s3_server: S3Serv
         timer.join()
     assert s3_server.objects(url) == {}
     assert s3_server.open_uploads(url) == []
+
+
+def test_an_upload_whose_begin_is_interrupted_or_never_answered_does_not_stay(
+    s3_server: S3Server, s3_proxy: Proxy, url: str
+) -> None:
+    create = "CreateMultipartUpload"
+    options = s3_server.through(s3_proxy).storage_options()
+    with S3Backend(url, storage_options=options, put_below=MIB, retries=2) as backend:
+        s3_proxy.add(Rule(Stall(1.5), create))
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            backend.write("key", pieces(6 * MIB, MIB), size=6 * MIB, exclusive=False)
+        timer.join()
+        assert s3_server.open_uploads(url) == []
+        s3_proxy.reset()
+        s3_proxy.add(Rule(LoseAnswer(), create, times=None))
+        with pytest.raises(StorageError, match="key"):
+            backend.write("key", pieces(6 * MIB, MIB), size=6 * MIB, exclusive=False)
+        assert len(s3_proxy.find(create)) == 3
+    assert s3_server.open_uploads(url) == []
+    assert s3_server.objects(url) == {}
 
 
 def test_an_interrupt_of_a_single_request_leaves_nothing(s3_server: S3Server, s3_proxy: Proxy, url: str) -> None:
