@@ -11,7 +11,7 @@ import errno
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from types import TracebackType
@@ -179,13 +179,14 @@ class Backend(ABC):
         The folder of a removed key goes as well when that leaves it empty; the root stays.
         """
 
-    def remove_leftovers(self, *, silent_for: float) -> None:
+    def remove_leftovers(self, *, silent_for: float, belongs: Callable[[str], bool]) -> None:
         """Remove what writers that were killed have left under the root: temporary files, uploads that never ended.
 
-        Only what bears this backend's own marks, and was silent for `silent_for` seconds by the store's clock: its
-        writer may live still. Keys stay as they are. Nothing happens where nothing can be left.
+        Only what was not touched for `silent_for` seconds by the store's clock, since its writer may live still; and,
+        unless it bears the backend's own mark, only what was to become a key that `belongs` accepts. Keys stay as they
+        are. Nothing happens where nothing can be left.
         """
-        del silent_for
+        del silent_for, belongs
 
     def close(self) -> None:
         """Let go of files, connections and threads; views handed out by `map_range` stay good. Idempotent."""

@@ -169,7 +169,8 @@ class Attempt:
             self.backend.delete(_orphans(self.backend, self.claim.superseded, keep=ours | {key for key, _ in kept}))
         if kept != self.claim.replaced:
             self.backend.publish(CLAIM, replace(self.claim, replaced=kept).to_bytes())
-        self.backend.remove_leftovers(silent_for=SILENT_SECONDS)
+        dead = [attempt for attempt, _ in self.claim.superseded]
+        self.backend.remove_leftovers(silent_for=SILENT_SECONDS, belongs=lambda key: _names_attempt(key, dead))
 
 
 def publish_or_doubt(backend: Backend, key: str, data: bytes) -> None:
@@ -263,9 +264,13 @@ def _orphans(backend: Backend, superseded: Sequence[tuple[str, bool]], *, keep: 
     return [info.key for info in old if info.key.startswith("_rank") and _belongs(backend, info, dict(superseded))]
 
 
+def _names_attempt(key: str, attempts: Iterable[str]) -> bool:
+    """Whether the key is a data file's that carries the id of one of the attempts."""
+    return key.startswith("_rank") and any(key.rpartition(".")[0].endswith(f".{attempt}") for attempt in attempts)
+
+
 def _belongs(backend: Backend, info: KeyInfo, superseded: Mapping[str, bool]) -> bool:
-    stem = info.key.rpartition(".")[0]
-    if any(stem.endswith(f".{attempt}") for attempt in superseded):
+    if _names_attempt(info.key, superseded):
         return True
     head = bytearray(min(info.size, HEAD_BYTES))
     try:

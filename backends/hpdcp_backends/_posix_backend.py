@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import secrets
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -211,6 +212,16 @@ class PosixBackend(Backend):
                 failure = failure or storage_error(error, doing="delete", url=self.url, key=key)
         if failure is not None:
             raise failure
+
+    def remove_leftovers(self, *, silent_for: float, belongs: Callable[[str], bool]) -> None:
+        del belongs  # temporary files bear the mark of hpdcp
+        now = time.time()
+        with self._translating("clear away what killed writers left in"), self._entries(self.url) as entries:
+            for entry in entries:
+                if entry.name.startswith(TEMPORARY_PREFIX) and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        if now - entry.stat(follow_symlinks=False).st_mtime >= silent_for:
+                            os.unlink(os.path.join(self.url, entry.name))
 
     def _forget(self, path: str) -> None:
         """Close what is open of `path`: the space of a file that is deleted is free only then."""

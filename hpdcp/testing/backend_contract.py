@@ -506,6 +506,12 @@ class BackendContract(ABC):
         backend.delete([])
         backend.delete(["two"])
 
+    def test_clearing_away_leftovers_takes_no_key(self, backend: Backend, other: Backend) -> None:
+        put(backend, "key", b"bytes")
+        put(backend, "_rank0_.dead.safetensors", b"whole")
+        other.remove_leftovers(silent_for=0, belongs=lambda key: True)
+        assert [info.key for info in backend.list_keys()] == ["_rank0_.dead.safetensors", "key"]
+
     # Threads
 
     def test_one_instance_serves_several_threads(self, backend: Backend) -> None:

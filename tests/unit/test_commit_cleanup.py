@@ -169,3 +169,15 @@ def test_a_damaged_metadata_is_replaced_and_its_files_are_left(tmp_path: Path) -
     new = hpdcp.save(state(2.0), checkpoint_id=tmp_path)
     assert names(tmp_path) == {METADATA, CLAIM, *old.files, *new.files}
     assert Metadata.from_bytes((tmp_path / METADATA).read_bytes(), where="x").files == new.files
+
+
+def test_what_a_writer_that_was_killed_while_publishing_left_goes_after_a_day(tmp_path: Path) -> None:
+    old, young, mine = tmp_path / ".hpdcp-tmp-0a", tmp_path / ".hpdcp-tmp-0b", tmp_path / ".hpdcp.tmp"
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+    for path in (old, young, mine):
+        path.write_text("half")
+    age(old, mine)
+    hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert not old.exists()
+    assert young.exists()
+    assert mine.exists()
