@@ -100,7 +100,9 @@ class StoredTensors:
         # From here, where no bar is shown yet: one counts what is written, not what is read for it as well.
         self._context = contextvars.copy_context()
         self._maps = True
-        self._plain = registry.find_layout(metadata.settings.get("layout", "safetensors"))().plain_extents
+        layout = registry.find_layout(metadata.settings.get("layout", "safetensors"))
+        self.is_plain: Final[bool] = layout().plain_extents
+        """Whether what is stored of a tensor is its elements and nothing else."""
         verify = Verify(config.current().verify)
         skipped = verify is Verify.NEVER or (as_a_load and verify is Verify.AUTO and not reader.backend.remote)
         checked = metadata.has_checksums and not skipped
@@ -210,7 +212,7 @@ class StoredTensors:
         """The stored runs that are the wanted elements in row-major order; None where they are not runs."""
         shape = self.metadata.entries.shape(wanted.row)
         itemsize = self.dtype(wanted.row).itemsize
-        if not self._plain or not is_contiguous(wanted.box, shape):
+        if not self.is_plain or not is_contiguous(wanted.box, shape):
             return None
         found: list[tuple[int, int, _Run]] = []
         for chunk_row, have, part in self._stored.pieces(wanted.row, wanted.box):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -27,6 +28,17 @@ from hpdcp.loader import find_metadata
 from hpdcp.metadata import Metadata
 
 Options: TypeAlias = Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a place is opened."""
+
+    backend: str | None = None
+    """A name that goes before the configuration's."""
+    options: Options = None
+    """For fsspec, untouched."""
+
 
 _FILES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 """Ends of names of single files of weights."""
@@ -59,9 +71,9 @@ def parent_of(file: str) -> tuple[str, str]:
     return folder or "/", name
 
 
-def open_place(place: str, options: Options) -> Backend:
+def open_place(place: str, access: Access) -> Backend:
     """The byte store for a place."""
-    return registry.open_backend(place, storage_options=options)
+    return registry.open_backend(place, name=access.backend, storage_options=access.options)
 
 
 def verify_setting() -> str:
@@ -95,11 +107,13 @@ class FolderReader(HuggingFaceReader):
     """Reads a Hugging Face folder, or one safetensors file, that is converted; says what else a place may be."""
 
     def __init__(
-        self, place: str, prefix: str, name_map: NameMapping | None, options: Options, *, file: str | None
+        self, place: str, prefix: str, name_map: NameMapping | None, access: Access, *, file: str | None
     ) -> None:
-        super().__init__(place, prefix=prefix, name_map=name_map, file=file, storage_options=options)
+        super().__init__(
+            place, prefix=prefix, name_map=name_map, file=file, backend=access.backend, storage_options=access.options
+        )
         self._place = place
-        self._options = options
+        self._access = access
 
     def load_metadata(self) -> Metadata:
         try:
@@ -111,7 +125,7 @@ class FolderReader(HuggingFaceReader):
             raise type(error)(f"{error} {advice}") from error
 
     def _advice(self) -> str:
-        if file_at(self._place, self._options) is not None:
+        if file_at(self._place, self._access) is not None:
             return "It is a file: src_platform='torch' converts a single file."
         try:
             keys = [info.key for info in self.backend.list_keys()]
@@ -123,14 +137,14 @@ class FolderReader(HuggingFaceReader):
         return f"src_platform='torch' converts a single file, such as {self._place}/{single[0]}." if single else ""
 
 
-def file_at(place: str, options: Options) -> str | None:
+def file_at(place: str, access: Access) -> str | None:
     """The name of the file that the place is; None where there is no such file."""
     if is_local(place):
         return os.path.basename(place) if os.path.isfile(place) else None
     if not place.endswith(_FILES):
         return None
     folder, name = parent_of(place)
-    with closing(open_place(folder, options)) as backend:
+    with closing(open_place(folder, access)) as backend:
         try:
             backend.size(name)
         except KeyNotFoundError:
@@ -138,17 +152,17 @@ def file_at(place: str, options: Options) -> str | None:
     return name
 
 
-def the_file(place: str, options: Options) -> str:
+def the_file(place: str, access: Access) -> str:
     """The name of the file that the place is.
 
     Raises:
         InvalidArgumentError: it is a folder, and what to do about it.
         CheckpointNotFoundError: there is nothing.
     """
-    found = file_at(place, options)
+    found = file_at(place, access)
     if found is not None:
         return found
-    with closing(open_place(place, options)) as backend:
+    with closing(open_place(place, access)) as backend:
         keys = [info.key for info in backend.list_keys()]
     if not keys:
         raise CheckpointNotFoundError(f"{place} is no file: src_platform='torch' converts one. Is the path right?")

@@ -34,6 +34,7 @@ from hpdcp.collectives import open_exchange
 from hpdcp.conversion import StoredTensors
 from hpdcp.conversion_planner import ConversionPlanner, shares
 from hpdcp.conversion_source import (
+    Access,
     FolderReader,
     Options,
     is_local,
@@ -109,6 +110,8 @@ def convert_full_checkpoint_to_dcp(
     *,
     src_storage_options: Options = None,
     dst_storage_options: Options = None,
+    src_backend: str | None = None,
+    dst_backend: str | None = None,
     prefix: str = "",
     name_map: NameMapping | None = None,
     dry_run: bool = False,
@@ -126,6 +129,7 @@ def convert_full_checkpoint_to_dcp(
         dst: the checkpoint. One that is there is replaced in one step, at the very end.
         src_platform: "huggingface" or "torch".
         src_storage_options, dst_storage_options: for fsspec, untouched.
+        src_backend, dst_backend: names of backends that go before the configuration's.
         prefix: put before every name: `"model."` for a state dict `{"model": model.state_dict()}`; safetensors only.
         name_map: stored name → wanted one, before the prefix, as in `HuggingFaceReader`; safetensors only.
         dry_run: only look, and say what would be written.
@@ -141,18 +145,17 @@ def convert_full_checkpoint_to_dcp(
     if src_platform not in _PLATFORMS:
         raise InvalidArgumentError(f"src_platform is {src_platform!r}; expected one of {list(_PLATFORMS)}.")
     source, target = two_places(src, dst)
+    from_, to = Access(src_backend, src_storage_options), Access(dst_backend, dst_storage_options)
     exchange = open_exchange(no_dist=no_dist, use_collectives=True)
     folder, file = source, None
     if src_platform == "torch":
-        file = exchange.agree("looking for the file", lambda: the_file(source, src_storage_options))
+        file = exchange.agree("looking for the file", lambda: the_file(source, from_))
         folder, _ = parent_of(source)
         if not file.endswith(".safetensors"):
             if prefix or name_map is not None:
                 raise InvalidArgumentError(f"prefix and name_map do not apply to {file!r}: rename what it holds.")
-            return _convert_torch_file(
-                source, target, exchange, src_storage_options, dst_storage_options, dry_run=dry_run, progress=progress
-            )
-    with closing(FolderReader(folder, prefix, name_map, src_storage_options, file=file)) as reader:
+            return _convert_torch_file(source, target, exchange, from_, to, dry_run=dry_run, progress=progress)
+    with closing(FolderReader(folder, prefix, name_map, from_, file=file)) as reader:
         metadata = metadata_of(reader, exchange)
         stored = exchange.agree("opening the source", lambda: StoredTensors(reader, metadata))
         tensors = _tensor_sizes(metadata)
@@ -164,7 +167,7 @@ def convert_full_checkpoint_to_dcp(
         total = sum(box.volume * stored.dtype(row).itemsize for row, box in mine) if progress is not None else 0
         planner = ConversionPlanner(stored, _counter(progress, total))
         try:
-            saved = _save({}, planner, target, dst_storage_options, exchange)
+            saved = _save({}, planner, target, to, exchange)
         finally:
             planner.close()
         return Conversion(source, target, tensors, dict(saved.files))
@@ -184,6 +187,8 @@ def convert_dcp_to_huggingface(
     overwrite: bool = False,
     src_storage_options: Options = None,
     dst_storage_options: Options = None,
+    src_backend: str | None = None,
+    dst_backend: str | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
     no_dist: bool = False,
@@ -206,7 +211,8 @@ def convert_dcp_to_huggingface(
             (config, tokenizer; never weights) are copied along.
         overwrite: replace an export even where its shards have the names of the new ones; its index goes first, so
             that nothing loads from there until the new one is complete.
-        src_storage_options, dst_storage_options, dry_run, progress, no_dist: as in `convert_full_checkpoint_to_dcp`.
+        src_storage_options, dst_storage_options, src_backend, dst_backend, dry_run, progress, no_dist: as in
+            `convert_full_checkpoint_to_dcp`.
 
     Raises:
         InvalidArgumentError: nothing is left to export, names collide, contradicting arguments.
@@ -216,9 +222,12 @@ def convert_dcp_to_huggingface(
         NotSupportedError: huggingface_hub is not installed.
     """
     source, target = two_places(src, dst)
+    from_, to = Access(src_backend, src_storage_options), Access(dst_backend, dst_storage_options)
     rules = Rules(prefix, include, exclude, name_map, as_dtype(dtype))
     exchange = open_exchange(no_dist=no_dist, use_collectives=True)
-    with closing(FileSystemReader(source, storage_options=src_storage_options, verify=verify_setting())) as reader:
+    with closing(
+        FileSystemReader(source, backend=from_.backend, storage_options=from_.options, verify=verify_setting())
+    ) as reader:
         metadata = metadata_of(reader, exchange)
 
         def prepare() -> _ExportJob:
@@ -228,14 +237,14 @@ def convert_dcp_to_huggingface(
             exported = [ExportTensor.of(each.name, each.dtype, each.shape) for each in selection.tensors]
             plan = plan_export(exported, max_shard_size)
             stored.check([each.wanted for each in selection.tensors])
-            beside = _Beside(copy_from, target, src_storage_options, dst_storage_options)
+            beside = _Beside(copy_from, target, from_, to)
             if exchange.is_coordinator:
                 beside.find()
             return _ExportJob(stored, {each.name: each for each in selection.tensors}, plan, selection.skipped, beside)
 
         job = exchange.agree("planning the export", prepare)
         if not dry_run:
-            backend = exchange.agree("opening the destination", lambda: open_place(target, dst_storage_options))
+            backend = exchange.agree("opening the destination", lambda: open_place(target, to))
             with closing(backend):
                 job.run(backend, exchange, overwrite=overwrite, progress=progress)
         return Conversion(
@@ -249,6 +258,8 @@ def convert_dcp_to_torch(
     *,
     src_storage_options: Options = None,
     dst_storage_options: Options = None,
+    src_backend: str | None = None,
+    dst_backend: str | None = None,
     allow_pickle: bool | None = None,
     dry_run: bool = False,
 ) -> Conversion:
@@ -260,15 +271,21 @@ def convert_dcp_to_torch(
         src: the checkpoint.
         dst: the file, replaced in one step. Any URL; a remote one is written to a temporary file first.
         allow_pickle: whether Python values of the checkpoint may be unpickled; None: as configured.
-        src_storage_options, dst_storage_options, dry_run: as in `convert_full_checkpoint_to_dcp`.
+        src_storage_options, dst_storage_options, src_backend, dst_backend, dry_run: as in
+            `convert_full_checkpoint_to_dcp`.
 
     Raises:
         CheckpointError, StorageError, UnsafePickleError: the destination is as it was.
     """
     source, target = two_places(src, dst)
+    from_, to = Access(src_backend, src_storage_options), Access(dst_backend, dst_storage_options)
     with closing(
         FileSystemReader(
-            source, storage_options=src_storage_options, allow_pickle=allow_pickle, verify=verify_setting()
+            source,
+            backend=from_.backend,
+            storage_options=from_.options,
+            allow_pickle=allow_pickle,
+            verify=verify_setting(),
         )
     ) as reader:
         metadata = metadata_of(reader, Alone())
@@ -282,7 +299,7 @@ def convert_dcp_to_torch(
             size = save_torch_file(value, target)
         else:
             folder, name = parent_of(target)
-            with closing(open_place(folder, dst_storage_options)) as backend, tempfile.TemporaryDirectory() as spool:
+            with closing(open_place(folder, to)) as backend, tempfile.TemporaryDirectory() as spool:
                 size = save_torch_file(value, os.path.join(spool, "file"))
                 backend.prepare()
                 upload(os.path.join(spool, "file"), backend, name)
@@ -302,7 +319,13 @@ def full_state_dict_to_dcp_format(
     """
     exchange = open_exchange(no_dist=no_dist, use_collectives=True)
     target = registry.resolve_checkpoint_id(dst)
-    return _save(state_dict, StandardSavePlanner(enable_plan_caching=False), target, dst_storage_options, exchange)
+    return _save(
+        state_dict,
+        StandardSavePlanner(enable_plan_caching=False),
+        target,
+        Access(options=dst_storage_options),
+        exchange,
+    )
 
 
 def save_state_dict_as_huggingface_format(
@@ -335,7 +358,7 @@ def save_state_dict_as_huggingface_format(
         for tensor in file.tensors:
             yield from byte_pieces(tensors[tensor.name])
 
-    with closing(open_place(target, dst_storage_options)) as backend:
+    with closing(open_place(target, Access(options=dst_storage_options))) as backend:
         Export(backend, plan, Alone(), overwrite=overwrite).write(pieces)
     return Conversion("a state dict", target, {each.name: each.nbytes for each in exported}, plan.sizes, skipped)
 
@@ -368,7 +391,7 @@ def parse_checkpoint_from_huggingface(
         CheckpointError, StorageError: a folder that is damaged, incomplete or something else; names file and key.
     """
     source = registry.resolve_checkpoint_id(src)
-    with closing(FolderReader(source, "", None, src_storage_options, file=None)) as reader:
+    with closing(FolderReader(source, "", None, Access(options=src_storage_options), file=None)) as reader:
         return full_state(reader, metadata_of(reader, Alone()))
 
 
@@ -405,13 +428,13 @@ class _ExportJob:
 class _Beside:
     """The other files of a model's folder, to be copied along."""
 
-    def __init__(self, copy_from: str | Path | None, target: str, src_options: Options, dst_options: Options) -> None:
+    def __init__(self, copy_from: str | Path | None, target: str, from_: Access, to: Access) -> None:
         self._place = None if copy_from is None else registry.resolve_checkpoint_id(copy_from)
         self._target = target
         scheme = "" if self._place is None else self._place.partition("://")[0]
         # Another folder of a store whose options are known; else what is configured for it has to do.
         same = "" if self._place is None or is_local(self._place) else scheme
-        self._options = next((o for o in (src_options, dst_options) if same and o), None)
+        self._access = next((each for each in (from_, to) if same and each.options), Access())
         self.files: dict[str, int] = {}
 
     def find(self) -> None:
@@ -419,7 +442,7 @@ class _Beside:
         if self._place is None:
             return
         inside = self._target.removeprefix(self._place.rstrip("/") + "/")
-        with closing(open_place(self._place, self._options)) as backend:
+        with closing(open_place(self._place, self._access)) as backend:
             self.files = side_files(backend, but="" if inside == self._target else inside)
 
     def copy_to(self, target: Backend) -> Callable[[], None]:
@@ -427,7 +450,7 @@ class _Beside:
 
         def copy() -> None:
             if self._place is not None and self.files:
-                with closing(open_place(self._place, self._options)) as source:
+                with closing(open_place(self._place, self._access)) as source:
                     copy_files(source, target, self.files)
 
         return copy
@@ -437,15 +460,15 @@ def _convert_torch_file(
     source: str,
     target: str,
     exchange: Exchange,
-    src_options: Options,
-    dst_options: Options,
+    from_: Access,
+    to: Access,
     *,
     dry_run: bool,
     progress: Progress | None,
 ) -> Conversion:
     folder, name = parent_of(source)
     with (
-        closing(exchange.agree("opening the source", lambda: open_place(folder, src_options))) as backend,
+        closing(exchange.agree("opening the source", lambda: open_place(folder, from_))) as backend,
         local_copy(backend, name, source if is_local(source) else None) as path,
     ):
         state = exchange.agree("reading the file", lambda: load_torch_file(path, shown=source))
@@ -454,7 +477,7 @@ def _convert_torch_file(
         if dry_run:
             return Conversion(source, target, tensors, {}, dry_run=True)
         planner = _CountingPlanner(_counter(progress, sum(tensors.values())))
-        saved = _save(state, planner, target, dst_options, exchange)
+        saved = _save(state, planner, target, to, exchange)
         return Conversion(source, target, tensors, dict(saved.files))
 
 
@@ -471,11 +494,11 @@ class _CountingPlanner(StandardSavePlanner):
 
 
 def _save(
-    state_dict: Mapping[Any, Any], planner: SavePlanner, target: str, options: Options, exchange: Exchange
+    state_dict: Mapping[Any, Any], planner: SavePlanner, target: str, access: Access, exchange: Exchange
 ) -> Metadata:
     return save_state(
         state_dict,
-        open_writer=lambda: FileSystemWriter(target, storage_options=options),
+        open_writer=lambda: FileSystemWriter(target, backend=access.backend, storage_options=access.options),
         planner=planner,
         exchange=exchange,
         collective=True,
