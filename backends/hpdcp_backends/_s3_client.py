@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, Final
 
 import crc32c
@@ -24,7 +26,7 @@ _MARK: Final = "hpdcp-write"
 _OPERATIONS: Final = (
     "put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload", "abort_multipart_upload",
     "list_multipart_uploads", "get_object", "head_object", "head_bucket", "list_objects_v2", "delete_object",
-    "delete_objects",
+    "delete_objects", "list_parts",
 )  # fmt: skip
 _BLOCK_BYTES: Final = 256 << 10
 """Handed to the socket at a time. It has `connect_timeout` to take a block, so that a block bounds the slowest link
@@ -50,6 +52,16 @@ class Listed:
     key: str
     size: int
     modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeftUpload:
+    """An upload that is neither completed nor aborted."""
+
+    key: str
+    upload: str
+    age: float
+    """Seconds since it was begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +258,38 @@ class S3Client:
         """Id and start of every upload of exactly this key that is neither completed nor aborted; the server's time."""
         with _translated():
             answer = self._call("list_multipart_uploads", Prefix=key)
-        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         found = [(item["UploadId"], item["Initiated"]) for item in answer.get("Uploads", ()) if item["Key"] == key]
-        return found, parsedate_to_datetime(date) if date else datetime.now(UTC)
+        return found, _date(answer)
+
+    def uploads_under(self, prefix: str, *, call: Callable[[Callable[[], Any]], Any]) -> Iterator[LeftUpload]:
+        """Every upload under `prefix` that is neither completed nor aborted, in pages that `call` requests."""
+        parameters: dict[str, Any] = {"Prefix": prefix}
+        while True:
+            page = call(partial(self._request, "list_multipart_uploads", **parameters))
+            now = _date(page)
+            for item in page.get("Uploads", ()):
+                yield LeftUpload(item["Key"], item["UploadId"], (now - item["Initiated"]).total_seconds())
+            if not page.get("IsTruncated"):
+                return
+            parameters |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
+
+    def seconds_since_last_part(self, key: str, upload: str, *, call: Callable[[Callable[[], Any]], Any]) -> float:
+        """Infinite where the upload has no part, or is gone."""
+        parameters: dict[str, Any] = {"Key": key, "UploadId": upload}
+        silent: float = math.inf
+        while True:
+            try:
+                page = call(partial(self._request, "list_parts", **parameters))
+            except RequestFailedError as failure:
+                if failure.code == "NoSuchUpload":
+                    return math.inf
+                raise
+            now = _date(page)
+            for part in page.get("Parts", ()):
+                silent = min(silent, (now - part["LastModified"]).total_seconds())
+            if not page.get("IsTruncated"):
+                return silent
+            parameters["PartNumberMarker"] = page["NextPartNumberMarker"]
 
     def list(self, prefix: str, *, recursive: bool, call: Callable[[Callable[[], Any]], Any]) -> Iterator[Listed]:
         """Objects under `prefix`, in pages that are each requested by `call`."""
@@ -291,6 +332,10 @@ class S3Client:
             page: dict[str, Any] = self._call("list_objects_v2", **parameters)
         return page
 
+    def _request(self, operation: str, **parameters: Any) -> Any:
+        with _translated():
+            return self._call(operation, **parameters)
+
     def _metadata(self, mark: str) -> dict[str, str]:
         return {**self.options.additional.get("Metadata", {}), _MARK: mark}
 
@@ -309,6 +354,12 @@ def _parameters_by_operation(client: Any, given: Mapping[str, Any]) -> dict[str,
     if unknown:
         raise InvalidArgumentError(f"s3_additional_kwargs {unknown}: no request of S3's takes these.")
     return found
+
+
+def _date(answer: Mapping[str, Any]) -> datetime:
+    """When the server answered, by its own clock."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(date) if date else datetime.now(UTC)
 
 
 def _as_client_error(item: Mapping[str, Any]) -> Exception:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -232,6 +232,16 @@ class S3Backend(Backend):
             if len(failures) > 1:
                 error.args = (f"{error} ({len(failures)} keys could not be deleted.)",)
             raise error from failure
+
+    def remove_leftovers(self, *, silent_for: float, belongs: Callable[[str], bool]) -> None:
+        call = self._retries.call
+        with self._translating("clear away what killed writers left in"):
+            for left in list(self._client.uploads_under(self._prefix, call=call)):
+                if left.age < silent_for or not belongs(left.key.removeprefix(self._prefix)):
+                    continue
+                # Its writer may be slow, not dead.
+                if self._client.seconds_since_last_part(left.key, left.upload, call=call) >= silent_for:
+                    call(partial(self._client.abort_upload, left.key, left.upload))
 
     def close(self) -> None:
         with self._lock:

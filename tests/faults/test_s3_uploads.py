@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -193,3 +194,22 @@ def test_a_lost_answer_of_a_publication_is_no_failed_one(
     s3_proxy.add(Rule(LoseAnswer(), "PutObject", times=2))
     backend.publish("key", b"new")
     assert fetch(s3_server, prefix) == b"new"
+
+
+def test_uploads_of_killed_writers_are_aborted_when_they_have_been_silent(
+    s3_server: S3Server, prefix: str, backend: Backend
+) -> None:
+    folder = prefix.removeprefix(f"s3://{s3_server.bucket}/")
+    with contextlib.closing(s3_server.client()) as client:
+        for name in ("_rank0_.dead.safetensors", "_rank1_.dead.safetensors", "a user's"):
+            named = {"Bucket": s3_server.bucket, "Key": f"{folder}/{name}"}
+            upload = client.create_multipart_upload(**named)["UploadId"]
+            if name.startswith("_rank0_"):
+                client.upload_part(**named, UploadId=upload, PartNumber=1, Body=b"part")
+    everything = s3_server.open_uploads(prefix)
+    assert len(everything) == 3
+    backend.remove_leftovers(silent_for=3600, belongs=lambda key: True)
+    assert s3_server.open_uploads(prefix) == everything
+    # Clocks of one machine, whose answers are dated to the second.
+    backend.remove_leftovers(silent_for=-1, belongs=lambda key: ".dead." in key)
+    assert s3_server.open_uploads(prefix) == ["a user's"]
