@@ -50,13 +50,15 @@ def main(folder: Path, seconds: float, seed: int) -> None:
     # Different numbers of files, so that neither export takes names of the other.
     shard = {1: "2MB", 2: "3MB"}
 
-    def to_hf(step: int, target: Path) -> None:
-        offline_transform.convert_dcp_to_huggingface(sources[step] / "dcp", target, max_shard_size=shard[step])
+    def to_hf(step: int, target: Path, again: bool = False) -> None:
+        offline_transform.convert_dcp_to_huggingface(
+            sources[step] / "dcp", target, max_shard_size=shard[step], overwrite=again
+        )
 
-    def to_dcp(step: int, target: Path) -> None:
+    def to_dcp(step: int, target: Path, again: bool = False) -> None:
         offline_transform.convert_full_checkpoint_to_dcp(sources[step] / "hf", target)
 
-    kinds: dict[str, tuple[Callable[[int, Path], None], Callable[[Path], dict[str, torch.Tensor]]]] = {
+    kinds: dict[str, tuple[Callable[..., None], Callable[[Path], dict[str, torch.Tensor]]]] = {
         "hf": (to_hf, offline_transform.parse_checkpoint_from_huggingface),
         "dcp": (to_dcp, offline_transform.dcp_to_full_state_dict),
     }
@@ -81,7 +83,7 @@ def main(folder: Path, seconds: float, seed: int) -> None:
             killed = wait(pid) == -signal.SIGKILL
             found = step_of(lambda load=load, target=target: load(target)) if target.exists() else None
             assert found in ({before, 2} if killed else {2}), f"{name}: {found} loads, {before} was there"
-            convert(2, target)
+            convert(2, target, again=True)
             assert step_of(lambda load=load, target=target: load(target)) == 2
             said = "ended" if not killed else "new" if found == 2 else "old or nothing"
             outcomes[name, said] = outcomes.get((name, said), 0) + 1
