@@ -295,7 +295,7 @@ class S3Client:
         """Objects under `prefix`, in pages that are each requested by `call`."""
         parameters: dict[str, Any] = {"Prefix": prefix} if recursive else {"Prefix": prefix, "Delimiter": "/"}
         while True:
-            page = call(lambda given=dict(parameters): self._list_page(given))
+            page = call(partial(self._list_page, parameters))
             for item in page.get("Contents", ()):
                 yield Listed(item["Key"], int(item["Size"]), item["LastModified"].timestamp())
             if not page.get("IsTruncated"):
@@ -363,7 +363,10 @@ def _date(answer: Mapping[str, Any]) -> datetime:
 
 
 def _as_client_error(item: Mapping[str, Any]) -> Exception:
-    return ClientError({"Error": {"Code": item.get("Code", "Unknown"), "Message": item.get("Message", "")}}, "Delete")
+    error: Exception = ClientError(
+        {"Error": {"Code": item.get("Code", "Unknown"), "Message": item.get("Message", "")}}, "DeleteObjects"
+    )
+    return error
 
 
 @contextmanager
