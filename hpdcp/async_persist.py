@@ -340,7 +340,8 @@ def rows_needed(local: SavePlan, parts: Sequence[SavePlan], most: int | None) ->
     if most is None:
         return np.arange(len(local), dtype=np.int64)
     wanted = local.nbytes <= most
-    names = {(index.fqn, index.owner) for part in parts for index in (item.index for item in part.items)}
+    asked = [*parts, *(part.handed() for part in parts if part.hand_over is not None)]
+    names = {(index.fqn, index.owner) for part in asked for index in (item.index for item in part.items)}
     written = [(index.fqn, index.owner) in names for index in (item.index for item in local.items)]
     return np.flatnonzero(wanted | np.array(written, dtype=np.bool_))
 

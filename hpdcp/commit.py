@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -18,6 +19,7 @@ from hpdcp.backend import Backend, ByteRange, KeyInfo, checked_key
 from hpdcp.container import PREFIX_BYTES
 from hpdcp.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CommitUncertainError,
     HpdcpError,
     InvalidArgumentError,
@@ -62,6 +64,8 @@ class Claim:
     replacing: tuple[str, ...] = ()
     """Keys of the checkpoint found when the attempt began: one that is ended between its commit and the removal of
     these leaves them to the next."""
+    made: tuple[str, ...] = ()
+    """Files and folders at the root that the attempt makes under fixed names, and that were not there before."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(
@@ -72,6 +76,7 @@ class Claim:
                 "superseded": self.superseded,
                 "replaced": self.replaced,
                 "replacing": self.replacing,
+                **({"made": self.made} if self.made else {}),
             }
         ).encode()
 
@@ -87,6 +92,7 @@ class Claim:
                 tuple((str(attempt), bool(plain)) for attempt, plain in fields["superseded"]),
                 tuple((str(key), float(since)) for key, since in fields["replaced"] if _may_be_data(str(key))),
                 tuple(key for key in map(str, fields.get("replacing", ())) if _may_be_data(key)),
+                tuple(name for name in map(str, fields.get("made", ())) if _may_be_data(name) and "/" not in name),
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return None
@@ -104,13 +110,26 @@ class Attempt:
     """What the checkpoint found in the folder consists of."""
 
     @classmethod
-    def begin(cls, backend: Backend, attempt: str) -> Attempt:
-        """Look once at the folder, decide which names may be taken, and claim it."""
+    def begin(cls, backend: Backend, attempt: str, roots: Collection[str] = ()) -> Attempt:
+        """Look once at the folder, decide which names may be taken, and claim it.
+
+        Args:
+            roots: names at the root that the save takes, of files and of folders, whatever its attempt.
+
+        Raises:
+            CheckpointExistsError: a name of `roots` is taken; nothing was changed.
+        """
         backend.prepare()
         keys = {info.key for info in backend.list_keys()}
         before = read_or_none(backend, METADATA) if METADATA in keys else None
         earlier = _read_claim(backend) if CLAIM in keys else None
         committed = _settings_of(before).get("attempt")
+        # A `.metadata` that cannot be read may be the claim's own.
+        readable = before is None or committed is not None
+        rests = earlier.made if earlier and earlier.attempt != committed and readable else ()
+        refuse_taken(backend, keys, set(roots) - set(rests), before)
+        _clear_rests(backend, rests)
+        refuse_taken(backend, keys - set(rests), set(roots) & set(rests), before)
         superseded = dict(earlier.superseded) if earlier else {}
         if earlier and earlier.attempt != committed:
             superseded[earlier.attempt] = earlier.plain
@@ -129,6 +148,7 @@ class Attempt:
             superseded=tuple(superseded.items()),
             replaced=tuple(replaced.items()),
             replacing=tuple(sorted(current)),
+            made=tuple(sorted(roots)),
         )
         backend.publish(CLAIM, claim.to_bytes())
         return cls(backend, claim, before, current)
@@ -139,11 +159,10 @@ class Attempt:
         Raises:
             SupersededError: another attempt claimed the folder or committed since `begin`; nothing was published.
         """
-        current = _read_claim(self.backend)
-        if current is None or current.attempt != self.claim.attempt:
-            raise self._superseded("another attempt claimed it")
+        if not self.is_current:
+            raise self.superseded("another attempt claimed it")
         if read_or_none(self.backend, METADATA) != self.before:
-            raise self._superseded("another attempt committed there")
+            raise self.superseded("another attempt committed there")
         publish_or_doubt(self.backend, METADATA, metadata.to_bytes())
         try:
             self._clean_up(metadata, keep_replaced_for)
@@ -151,7 +170,13 @@ class Attempt:
             # The checkpoint is whole and published; what could not be removed only takes room.
             log_message(logging.WARNING, f"{self.backend.url}: old files could not be removed: {error}")
 
-    def _superseded(self, why: str) -> SupersededError:
+    @property
+    def is_current(self) -> bool:
+        """Whether no other attempt has claimed the folder since."""
+        return claimed_attempt(self.backend) == self.claim.attempt
+
+    def superseded(self, why: str) -> SupersededError:
+        """The error of an attempt that is not the last any more."""
         return SupersededError(
             f"{self.backend.url}: while this save ran, {why}. This save published nothing and removes its own files; "
             "make sure that only one job saves to a folder at a time."
@@ -171,6 +196,43 @@ class Attempt:
             self.backend.publish(CLAIM, replace(self.claim, replaced=kept).to_bytes())
         dead = [attempt for attempt, _ in self.claim.superseded]
         self.backend.remove_leftovers(silent_for=SILENT_SECONDS, belongs=lambda key: _names_attempt(key, dead))
+
+
+def refuse_taken(backend: Backend, keys: Collection[str], roots: Collection[str], before: bytes | None) -> None:
+    """Raise if a file or a folder has one of the names `roots`.
+
+    `keys` are those at the backend's root, and `before` the `.metadata` there.
+
+    Raises:
+        CheckpointExistsError: names what is in the way, and what to do.
+    """
+    taken = [root for root in sorted(roots) if root in keys or backend.list_keys(root, recursive=True)]
+    if not taken:
+        return
+    shown = ", ".join(map(repr, taken[:5]))
+    if before is not None:
+        raise CheckpointExistsError(
+            f"{backend.url} holds a checkpoint whose files have the names that this save would give its own ({shown}): "
+            "in this layout they are fixed, so it cannot be replaced in one step. Save elsewhere, or remove it first "
+            "(hpdcp rm)."
+        )
+    raise CheckpointExistsError(
+        f"{backend.url} holds {shown}, which this save would write, and which no unfinished save of hpdcp is known to "
+        "have left there. Save to another folder, or remove it first."
+    )
+
+
+def _clear_rests(backend: Backend, rests: Iterable[str]) -> None:
+    """Remove what an attempt that never committed made under fixed names: of a folder, what a layout puts there only,
+    since whoever wrote the claim may mean harm."""
+    for root in rests:
+        if _FIXED_NAME.fullmatch(root):
+            backend.delete([root])
+        backend.delete([info.key for info in backend.list_keys(root, recursive=True) if _FIXED_NAME.search(info.key)])
+
+
+_FIXED_NAME: Final = re.compile(r"(?:^|/)(?:zarr\.json|c(?:/[0-9]+)*)$")
+"""Keys of arrays and groups of zarr, version 3: the names that a layout gives files whatever the attempt."""
 
 
 def publish_or_doubt(backend: Backend, key: str, data: bytes) -> None:
@@ -211,6 +273,12 @@ def _may_be_data(key: str) -> bool:
         return checked_key(key) not in (METADATA, CLAIM)
     except InvalidArgumentError:
         return False
+
+
+def claimed_attempt(backend: Backend) -> str | None:
+    """The attempt that last claimed the folder; None where none did."""
+    claim = _read_claim(backend)
+    return None if claim is None else claim.attempt
 
 
 def _read_claim(backend: Backend) -> Claim | None:

@@ -99,11 +99,24 @@ class FileSystemWriter(StorageWriter):
         self._save = kind(SaveSetup(backend, layout, context, settings.keep_replaced_for, self.identity))
 
     def optimize_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan.with_storage_data({"url": self._current.backend.url})
+        return plan.with_storage_data({"url": self._current.backend.url, "layout": self._current.layout.name})
+
+    @property
+    def hands_over(self) -> bool:
+        return self._current.layout.hands_over
+
+    def arrange_global_plan(
+        self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
+    ) -> tuple[Sequence[SavePlan], Metadata]:
+        _check_one_layout([plan.storage_data for plan in locals_], self._current.layout.name)
+        return self._current.layout.arrange(plans, metadata, locals_)
+
+    def hand_over(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._current.hand_over(plan, planner)
 
     def optimize_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         _check_one_place([plan.storage_data for plan in plans], self._current.backend.url)
-        decided = self._current.begin()
+        decided = self._current.begin(plans)
         return [plan.with_storage_data(decided) for plan in plans]
 
     def execute_write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
@@ -274,6 +287,17 @@ def _check_one_place(said: Sequence[Mapping[str, str]], expected: str) -> None:
         raise InvalidArgumentError(
             f"ranks were given different places: rank 0 {expected}, rank {rank} {url} ({len(others)} ranks differ). "
             "Give all of them the same checkpoint_id, as an absolute path or a URL."
+        )
+
+
+def _check_one_layout(said: Sequence[Mapping[str, str]], expected: str) -> None:
+    """All ranks must write in one layout, which the metadata names."""
+    others = {rank: data["layout"] for rank, data in enumerate(said) if data.get("layout", expected) != expected}
+    if others:
+        rank, layout = next(iter(others.items()))
+        raise InvalidArgumentError(
+            f"ranks were given different layouts: rank 0 {expected}, rank {rank} {layout} ({len(others)} ranks "
+            "differ). Configure the same one on all of them."
         )
 
 

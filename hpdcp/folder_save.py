@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from hpdcp import collectives, progress
 from hpdcp.backend import Backend
-from hpdcp.commit import METADATA, Attempt, publish_or_doubt, rank_metadata_key, rank_of_metadata_key, read_or_none
+from hpdcp.commit import (
+    METADATA,
+    Attempt,
+    claimed_attempt,
+    publish_or_doubt,
+    rank_metadata_key,
+    rank_of_metadata_key,
+    read_or_none,
+    refuse_taken,
+)
 from hpdcp.errors import CheckpointExistsError, NotSupportedError
 from hpdcp.layout import FileNaming, Layout
 from hpdcp.metadata import Metadata
@@ -64,11 +73,11 @@ class FolderSave(ABC):
         self.layout = setup.layout
         self.context = setup.context
         self.keep_replaced_for = setup.keep_replaced_for
-        self.facts = {"layout": setup.layout.name, "world_size": str(setup.context.world_size)}
+        self.facts = {"layout": setup.layout.name, "world_size": str(setup.context.world_size), **setup.layout.settings}
 
     @abstractmethod
-    def begin(self) -> dict[str, str]:
-        """Look at the folder and decide what all ranks that write in this save are told."""
+    def begin(self, plans: Sequence[SavePlan]) -> dict[str, str]:
+        """Look at the folder and decide what all ranks that write in this save, by `plans`, are told."""
 
     @abstractmethod
     def commit(self, metadata: Metadata) -> Metadata:
@@ -76,9 +85,28 @@ class FolderSave(ABC):
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
         """Store the plan's items under names that `begin` decided."""
+        return self.layout.write(progress.counted(self.backend), plan, planner, self._naming(plan))
+
+    def hand_over(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Store what other ranks write as a part of theirs."""
+        self.layout.hand_over(self.backend, plan, planner, self._naming(plan))
+
+    def _naming(self, plan: SavePlan) -> FileNaming:
         decided = plan.storage_data
-        naming = FileNaming(self.context.rank, decided["attempt"], decided["plain"] == "1")
-        return self.layout.write(progress.counted(self.backend), plan, planner, naming)
+        return FileNaming(self.context.rank, decided["attempt"], decided["plain"] == "1")
+
+    def _told(self, attempt: str, *, plain: bool) -> dict[str, str]:
+        return {"attempt": attempt, "plain": "1" if plain else "0", **self.layout.settings}
+
+    def _whole(self, metadata: Metadata, attempt: str) -> Metadata:
+        """`metadata` with the files that describe the whole, and this save's facts."""
+        with_facts = metadata.with_storage(metadata.storage, self.facts)
+        added = self.layout.finish(self.backend, with_facts, attempt)
+        files = {record.key: (record.size, record.mark) for record in added}
+        return with_facts.with_storage(metadata.storage.with_files(files), {})
+
+    def _roots(self, plans: Sequence[SavePlan]) -> frozenset[str]:
+        return self.layout.roots([plan.entries for plan in plans])
 
     def discard(self) -> None:
         """Remove what this rank has written."""
@@ -88,13 +116,36 @@ class FolderSave(ABC):
 class SaveByAll(FolderSave):
     """All ranks as one: the coordinator claims the folder and publishes `.metadata`."""
 
-    def begin(self) -> dict[str, str]:
-        self._claimed = Attempt.begin(self.backend, self.attempt)
+    _used: str | None = None
+    """The attempt that this rank has written in."""
+
+    def begin(self, plans: Sequence[SavePlan]) -> dict[str, str]:
+        self._claimed = Attempt.begin(self.backend, self.attempt, self._roots(plans))
         claim = self._claimed.claim
-        return {"attempt": claim.attempt, "plain": "1" if claim.plain else "0"}
+        return self._told(claim.attempt, plain=claim.plain)
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
+        self._used = plan.storage_data["attempt"]
+        return super().write(plan, planner)
+
+    def hand_over(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._used = plan.storage_data["attempt"]
+        super().hand_over(plan, planner)
+
+    def discard(self) -> None:
+        written = self.layout.written()
+        # Fixed names may be another save's by now; its files are not ours to remove.
+        if self._used is not None and not all(key.startswith("_rank") for key in written):
+            current = claimed_attempt(self.backend)
+            written = [key for key in written if key.startswith("_rank") or current == self._used]
+        self.backend.delete(written)
 
     def commit(self, metadata: Metadata) -> Metadata:
-        whole = metadata.with_storage(metadata.storage, {**self.facts, "attempt": self._claimed.claim.attempt})
+        attempt = self._claimed.claim.attempt
+        if self._claimed.claim.made and not self._claimed.is_current:
+            raise self._claimed.superseded("another attempt claimed it")
+        self.facts["attempt"] = attempt
+        whole = self._whole(metadata, attempt)
         self._claimed.commit(whole, keep_replaced_for=self.keep_replaced_for)
         return whole
 
@@ -104,6 +155,12 @@ class SaveByRank(FolderSave):
 
     def __init__(self, setup: SaveSetup) -> None:
         super().__init__(setup)
+        if setup.layout.needs_all_ranks and setup.context.world_size > 1:
+            raise NotSupportedError(
+                f"layout {setup.layout.name!r} needs the plans of all ranks, and without collectives no rank knows "
+                "another's. Save with use_collectives=True, in layout 'safetensors', or from one process alone "
+                "(no_dist=True)."
+            )
         identity = setup.identity
         if identity is None:
             # Counted before anything of this rank can fail, so that a rank that does stays in step with the others.
@@ -111,16 +168,20 @@ class SaveByRank(FolderSave):
             identity = SaveIdentity(self.attempt, run, next_ordinal(run, self.backend.url, self.context.world_size))
         self.facts |= {"rank": str(self.context.rank), "run": identity.run, "ordinal": str(identity.ordinal)}
 
-    def begin(self) -> dict[str, str]:
+    def begin(self, plans: Sequence[SavePlan]) -> dict[str, str]:
         run = self.facts["run"]
         self.backend.prepare()
         keys = [info.key for info in self.backend.list_keys()]
         self._refuse_strangers(keys, run)
+        roots = self._roots(plans)
+        if roots:
+            committed = next((key for key in keys if rank_of_metadata_key(key) is not None), METADATA)
+            refuse_taken(self.backend, keys, roots, read_or_none(self.backend, committed))
         own = rank_metadata_key(self.context.rank)
         before = read_or_none(self.backend, own) if own in keys else None
         self._replaced = set() if before is None else set(Metadata.from_bytes(before, where=own).files)
         self.facts["attempt"] = self.attempt
-        return {"attempt": self.attempt, "plain": "1" if self.backend.conditional_create else "0"}
+        return self._told(self.attempt, plain=self.backend.conditional_create)
 
     def _refuse_strangers(self, keys: Sequence[str], run: str) -> None:
         """Without collectives nobody can say that another run's checkpoint is done with, so it is not touched."""
@@ -144,7 +205,7 @@ class SaveByRank(FolderSave):
                 )
 
     def commit(self, metadata: Metadata) -> Metadata:
-        whole = metadata.with_storage(metadata.storage, self.facts)
+        whole = self._whole(metadata, self.attempt)
         publish_or_doubt(self.backend, rank_metadata_key(self.context.rank), whole.to_bytes())
         self.backend.delete(self._replaced - set(whole.files))
         return whole

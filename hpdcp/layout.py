@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -11,7 +11,8 @@ from typing import ClassVar
 from hpdcp.backend import Backend
 from hpdcp.metadata import Metadata
 from hpdcp.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
-from hpdcp.storage import WriteResults
+from hpdcp.storage import FileRecord, WriteResults
+from hpdcp.tables import EntryTable
 
 
 class Verify(Enum):
@@ -41,12 +42,56 @@ class FileNaming:
 
 
 class Layout(ABC):
-    """Turns plans into files of one backend, and back."""
+    """Turns plans into files of one backend, and back.
+
+    A layout whose files are one rank's each, under names of `FileNaming`, implements `write`, `written`, `check` and
+    `read`, and leaves the rest as it is. One that makes files of what several ranks hold decides on the coordinator
+    (`arrange`), may have ranks hand over parts to one another (`hand_over`), and may add files that describe the whole
+    (`finish`). One object serves one save or one load.
+    """
 
     name: ClassVar[str]
 
+    settings: Mapping[str, str] = {}
+    """Facts that reading needs. The coordinator's go to all ranks with `SavePlan.storage_data`, and into the metadata's
+    settings; names begin with the layout's."""
+
     plain_extents: ClassVar[bool] = False
     """Whether what is stored of a chunk is its elements and nothing else, in row-major order."""
+
+    hands_over: ClassVar[bool] = False
+    """Whether `hand_over` is called, on all ranks, before `write`."""
+
+    needs_all_ranks: ClassVar[bool] = False
+    """Whether ranks that save each for itself, without a plan of all, cannot use it."""
+
+    def arrange(
+        self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
+    ) -> tuple[Sequence[SavePlan], Metadata]:
+        """The same state in the boxes that this layout stores, and the metadata of these; on the coordinator.
+
+        `locals_` are the local plans that all ranks' `plans` were made of. Where a rank is to write a box that it holds
+        in part, the plans of those that hold it say so in their `hand_over`.
+        """
+        return plans, metadata
+
+    def roots(self, tables: Sequence[EntryTable]) -> frozenset[str]:
+        """Names at the checkpoint's root, of files and folders, that a save of these takes whatever its attempt.
+
+        Where there are any, a checkpoint that has them cannot be replaced, and saving over it is refused.
+        """
+        return frozenset()
+
+    def hand_over(self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming) -> None:
+        """Store what `plan.hand_over` gives, where the ranks that take it find it."""
+        raise NotImplementedError(f"{type(self).__name__} says that ranks hand over, and does not say how.")
+
+    def finish(self, backend: Backend, metadata: Metadata, attempt: str) -> Sequence[FileRecord]:
+        """On the coordinator, once all is written: add what describes the whole, and remove what was handed over.
+
+        Returns the files added, which hold no chunks.
+        """
+        return ()
 
     @abstractmethod
     def write(self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming) -> WriteResults:

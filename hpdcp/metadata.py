@@ -205,6 +205,18 @@ class StorageTable:
             file_marks=column(columns, "file.mark", np.uint32),
         )
 
+    def with_files(self, files: Mapping[str, tuple[int, int]]) -> StorageTable:
+        """With files, name → (length in bytes, mark), that hold no chunks."""
+        if not files:
+            return self
+        sizes, marks = zip(*files.values(), strict=True)
+        return replace(
+            self,
+            file_names=StringColumn.from_strings([*self.file_names, *files]),
+            file_sizes=np.concatenate([self.file_sizes, np.array(sizes, dtype=np.int64)]),
+            file_marks=np.concatenate([self.file_marks, np.array(marks, dtype=np.uint32)]),
+        )
+
     @classmethod
     def empty(cls) -> StorageTable:
         none = np.zeros(0, dtype=np.int64)

@@ -53,6 +53,59 @@ class WriteItem:
     """Exactly what will be stored."""
 
 
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """What a rank gives to others before anything is written, and takes from them.
+
+    For layouts that store boxes which no rank holds all of: each rank puts its part of such boxes into a file, and once
+    all have done so, the rank that writes a box takes its parts from these files.
+    """
+
+    given: ChunkTable
+    """Boxes of what this rank holds, one after another in its file."""
+    taken: ChunkTable
+    """Parts of items of the plan; those of one item together are all of it."""
+    item: I64
+    """For each of `taken`, the row of the plan it is a part of."""
+    source: I64
+    """For each of `taken`, the rank whose file it is in."""
+    offset: I64
+    """For each of `taken`, its first byte there."""
+
+    def of_items(self, rows: I64) -> HandOver:
+        """What the items in these rows take, as rows of the plan that has only them; nothing is given."""
+        position = np.full(int(max(self.item.max(initial=-1), rows.max(initial=-1))) + 1, -1, dtype=np.int64)
+        position[rows] = np.arange(len(rows))
+        kept = np.flatnonzero(position[self.item] >= 0)
+        return HandOver(
+            self.given.rows(0, 0),
+            self.taken.take(kept),
+            position[self.item[kept]],
+            self.source[kept],
+            self.offset[kept],
+        )
+
+    def to_columns(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+        """Named arrays, from which `from_columns` makes it again."""
+        return {
+            **self.given.to_columns("given."),
+            **self.taken.to_columns("taken."),
+            "taken.item": self.item,
+            "taken.source": self.source,
+            "taken.at": self.offset,
+        }
+
+    @classmethod
+    def from_columns(cls, columns: Columns) -> HandOver:
+        return cls(
+            ChunkTable.from_columns(columns, "given."),
+            ChunkTable.from_columns(columns, "taken."),
+            column(columns, "taken.item", np.int64),
+            column(columns, "taken.source", np.int64),
+            column(columns, "taken.at", np.int64),
+        )
+
+
 class SavePlan:
     """What one rank has on record and what it writes. Immutable; held as columns.
 
@@ -67,6 +120,7 @@ class SavePlan:
         storage_data: Mapping[str, str] | None = None,
         *,
         split: ChunkTable | None = None,
+        hand_over: HandOver | None = None,
     ) -> None:
         self.entries = entries
         self.chunks = chunks
@@ -77,6 +131,8 @@ class SavePlan:
         """What the coordinator's storage writer tells this rank's; planners pass it on untouched."""
         self.split = split
         """The parts of this rank's boxes that several ranks write a part each of, whoever writes them."""
+        self.hand_over = hand_over
+        """What passes between ranks first, where the layout has a rank write boxes that several hold parts of."""
         self._origin: tuple[SavePlan, I64] | None = None
 
     @classmethod
@@ -116,7 +172,10 @@ class SavePlan:
 
     def select(self, rows: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> SavePlan:
         """The same names, these items only."""
-        selected = SavePlan(self.entries, self.chunks.take(rows), self.nbytes[rows], self.storage_data)
+        passed = None if self.hand_over is None else self.hand_over.of_items(np.asarray(rows, dtype=np.int64))
+        selected = SavePlan(
+            self.entries, self.chunks.take(rows), self.nbytes[rows], self.storage_data, hand_over=passed
+        )
         selected._origin = (self, np.asarray(rows, dtype=np.int64))
         return selected
 
@@ -132,6 +191,18 @@ class SavePlan:
         """The plan as it is cached: an object may be encoded to another length by the next save."""
         objects = self.entries.kinds[self.chunks.entry] == EntryKind.OBJECT
         return self.with_nbytes(np.where(objects, np.int64(-1), self.nbytes))
+
+    def put_together(self) -> I64:
+        """Rows of the items that are made of what ranks hand over, and that the planner is not asked for."""
+        return np.zeros(0, dtype=np.int64) if self.hand_over is None else np.unique(self.hand_over.item)
+
+    def handed(self) -> SavePlan:
+        """What this rank hands over, as a plan of its own."""
+        assert self.hand_over is not None
+        given = self.hand_over.given
+        itemsize = np.array([_itemsize(name) for name in self.entries.dtype_names], dtype=np.int64)
+        nbytes = given.volumes() * itemsize[self.entries.dtype_codes[given.entry]]
+        return SavePlan(self.entries, given, nbytes, self.storage_data)
 
     def has_items_of(self, other: SavePlan) -> bool:
         """Whether this is `other` with other `storage_data` at most."""
@@ -170,7 +241,8 @@ class SavePlan:
 
     def _item_columns(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
         split = {} if self.split is None else self.split.to_columns("split.")
-        return {**self.chunks.to_columns(), "item.nbytes": self.nbytes, **split}
+        passed = {} if self.hand_over is None else self.hand_over.to_columns()
+        return {**self.chunks.to_columns(), "item.nbytes": self.nbytes, **split, **passed}
 
     @classmethod
     def _from_items(cls, entries: EntryTable, columns: Columns, storage_data: Mapping[str, str]) -> SavePlan:
@@ -180,16 +252,22 @@ class SavePlan:
             column(columns, "item.nbytes", np.int64),
             storage_data,
             split=ChunkTable.from_columns(columns, "split.") if "split.entry" in columns else None,
+            hand_over=HandOver.from_columns(columns) if "given.entry" in columns else None,
         )
 
     def _changed(self, nbytes: I64, storage_data: Mapping[str, str]) -> SavePlan:
-        changed = SavePlan(self.entries, self.chunks, nbytes, storage_data, split=self.split)
+        changed = SavePlan(self.entries, self.chunks, nbytes, storage_data, split=self.split, hand_over=self.hand_over)
         changed._origin = self._origin
         return changed
 
     @cached_property
     def _fqns(self) -> list[str]:
         return list(self.entries.fqns)
+
+
+def _itemsize(name: str) -> int:
+    dtype = getattr(torch, name, None) if name else None
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 0
 
 
 class _LazyItems(Sequence[WriteItem]):
@@ -222,7 +300,8 @@ class SavePlanner(ABC):
                             collectives every rank calls it on its own plan alone)
     4. `finalize_plan`      every rank, with its part of the global plan
     5. `waves`, and in each `expect`, then `get_parts` / `get_tensor` / `get_bytes`  every rank, once or more for each
-                            item of its final plan and for what it compares with other ranks, from one thread
+                            item of its final plan, for what it compares with other ranks and for what it hands over
+                            to them, from one thread; a box may be inside one that this rank planned
     6. `finish_write`       every rank
 
     Where `cache_key` says on every rank that an earlier plan is right for this state, 2 and 3 are skipped, and
@@ -358,6 +437,7 @@ class LoadPlanner(ABC):
 
 
 __all__ = [
+    "HandOver",
     "LoadPlan",
     "LoadPlanner",
     "LoadTarget",

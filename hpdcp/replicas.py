@@ -89,7 +89,8 @@ def merge_rank_metadata(parts: Sequence[Metadata]) -> Metadata:
     results = [WriteResults(part.storage) for part in parts]
     for rank, rows in merged.sources.items():
         results[rank] = results[rank].take(rows)
-    return metadata.with_storage(join_results(WholePlan.of(metadata, merged.plans, merged.plans), results), {})
+    joined = join_results(WholePlan.of(metadata, merged.plans, merged.plans), results)
+    return metadata.with_storage(joined.table, {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,8 @@ class _Save:
             for local, (_, rest, _) in zip(locals_, opened, strict=True)
         ]
         with stage("build_global_plan"):
-            plans, metadata = self._planner.build_global_plan(locals_)
+            planned, metadata = self._planner.build_global_plan(locals_)
+            plans, metadata = self._writer.arrange_global_plan(planned, metadata, locals_)
             final = self._writer.optimize_global_plan(plans)
             self._whole = WholePlan.of(metadata, final, locals_)
             check_left_out(metadata, lefts)
@@ -170,6 +171,8 @@ class _Save:
 
     def write_and_commit(self) -> Metadata:
         try:
+            if self._writer.hands_over:
+                self._exchange.agree("handing over what other ranks write", self._hand_over)
             published = self._exchange.conclude("saving", self._write, self._commit)
         except Exception as error:
             if not _may_be_published(error):
@@ -196,6 +199,12 @@ class _Save:
         whole = self._whole.without_object_lengths().to_bytes() if self._context.is_coordinator else None
         PLANS.put(self._key, CachedPlan(self._plan_id, local.to_bytes(), part, whole))
 
+    def _hand_over(self) -> None:
+        part = self._own_part()
+        if part.hand_over is not None:
+            with stage("hand_over"):
+                self._writer.hand_over(part, self._planner)
+
     def _write(self) -> bytes:
         self._part = self._own_part()
         final = self._planner.finalize_plan(self._part)
@@ -207,7 +216,12 @@ class _Save:
 
     def _execute(self, final: SavePlan) -> WriteResults:
         written = []
-        for rows in self._planner.waves(final):
+        together = final.put_together()
+        if len(together):
+            written.append((together, self._writer.execute_write(final.select(together), self._planner)))
+        held = np.setdiff1d(np.arange(len(final)), together) if len(together) else None
+        for rows in self._planner.waves(final if held is None else final.select(held)):
+            rows = rows if held is None else held[rows]
             part = final if len(rows) == len(final) else final.select(rows)
             written.append((rows, self._writer.execute_write(part, self._planner)))
         return written[0][1] if len(written) == 1 else WriteResults.reunited(written)
@@ -238,10 +252,11 @@ class _Save:
     def _commit(self, answers: list[bytes]) -> bytes:
         pairs = [_part(answer) for answer in answers]
         results = [WriteResults.from_bytes(result) for result, _, _ in pairs]
-        storage = join_results(self._whole, results)
-        check_replicas(self._whole, storage, [ReplicaReport.from_bytes(report) for _, report, _ in pairs])
+        joined = join_results(self._whole, results)
+        reports = [ReplicaReport.from_bytes(report) for _, report, _ in pairs]
+        check_replicas(self._whole, joined.as_items().table, reports)
         with stage("finalize_checkpoint"):
-            metadata = self._whole.metadata.with_storage(storage, {})
+            metadata = self._whole.metadata.with_storage(joined.table, {})
             return self._writer.finalize_checkpoint(metadata, results).to_bytes()
 
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -54,12 +55,25 @@ class WriteResult:
 class WriteResults:
     """What one rank's `execute_write` reports: a result for each item of its plan, in the plan's order."""
 
-    def __init__(self, table: StorageTable) -> None:
+    def __init__(self, table: StorageTable, originals: StorageTable | None = None) -> None:
         self.table = table
+        self.originals = originals
+        """`table` with the lengths and checksums of the items themselves, where the layout stored some of them in
+        another form (compressed, padded); None where it stored all of them as they are."""
 
     @classmethod
-    def build(cls, results: Sequence[WriteResult], files: Sequence[FileRecord]) -> WriteResults:
-        """From one result for each item of the plan, in order, and every file they name."""
+    def build(
+        cls,
+        results: Sequence[WriteResult],
+        files: Sequence[FileRecord],
+        originals: Sequence[WriteResult] | None = None,
+    ) -> WriteResults:
+        """From one result for each item of the plan, in order, and every file they name.
+
+        `originals`: where the stored form is another, the same with the lengths and checksums of the items themselves.
+        """
+        if originals is not None:
+            return cls(cls.build(results, files).table, cls.build(originals, files).table)
         position = {record.key: i for i, record in enumerate(files)}
         infos = [result.storage for result in results]
         unknown = sorted({info.key for info in infos} - position.keys())
@@ -83,35 +97,61 @@ class WriteResults:
 
     def take(self, rows: I64) -> WriteResults:
         """The results in the order of `rows`, one of which may come twice."""
-        table = self.table
-        crc_ends, positions = take_runs(table.crc_ends, rows)
-        return WriteResults(
-            replace(
-                table,
-                file=table.file[rows],
-                offset=table.offset[rows],
-                length=table.length[rows],
-                crc_ends=crc_ends,
-                crcs=table.crcs[positions],
-            )
-        )
+        originals = None if self.originals is None else _take(self.originals, rows)
+        return WriteResults(_take(self.table, rows), originals)
+
+    def as_items(self) -> WriteResults:
+        """With the lengths and checksums of the items themselves, whatever form they are stored in."""
+        return WriteResults(self.table if self.originals is None else self.originals)
 
     @classmethod
     def reunited(cls, parts: Sequence[tuple[I64, WriteResults]]) -> WriteResults:
         """The results of a plan that was written in parts, each given with the rows of the plan it holds."""
         if not parts:
             return cls(StorageTable.empty())
-        whole = cls(_side_by_side([results.table for _, results in parts]))
+        whole = _joined([results for _, results in parts])
         return whole.take(np.argsort(np.concatenate([rows for rows, _ in parts]), kind="stable"))
 
     def to_bytes(self) -> bytes:
         """For the exchange between ranks: columns, no pickle."""
-        return pack_columns(self.table.to_columns(), {})
+        columns = dict(self.table.to_columns())
+        if self.originals is not None:
+            others = (self.originals.length, self.originals.crc_ends, self.originals.crcs)
+            columns |= dict(zip(_ORIGINALS, others, strict=True))
+        return pack_columns(columns, {})
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> WriteResults:
         columns, _ = unpack_columns(data, where="a rank's write results")
-        return cls(StorageTable.from_columns(columns))
+        table = StorageTable.from_columns(columns)
+        if _ORIGINALS[0] not in columns:
+            return cls(table)
+        length, ends = (column(columns, name, np.int64) for name in _ORIGINALS[:2])
+        crcs = column(columns, _ORIGINALS[2], np.uint32)
+        return cls(table, replace(table, length=length, crc_ends=ends, crcs=crcs))
+
+
+_ORIGINALS: Final = ("original.length", "original.crc.ends", "original.crcs")
+
+
+def _take(table: StorageTable, rows: I64) -> StorageTable:
+    crc_ends, positions = take_runs(table.crc_ends, rows)
+    return replace(
+        table,
+        file=table.file[rows],
+        offset=table.offset[rows],
+        length=table.length[rows],
+        crc_ends=crc_ends,
+        crcs=table.crcs[positions],
+    )
+
+
+def _joined(parts: Sequence[WriteResults]) -> WriteResults:
+    """All rows and all files, one after another."""
+    table = _side_by_side([results.table for results in parts])
+    if all(results.originals is None for results in parts):
+        return WriteResults(table)
+    return WriteResults(table, _side_by_side([results.as_items().table for results in parts]))
 
 
 class StorageWriter(ABC):
@@ -120,10 +160,13 @@ class StorageWriter(ABC):
     1. `initialize_writer`     every rank, only when `save` was given a `checkpoint_id` as well
     2. `configure_writer`      every rank
     3. `optimize_local_plan`   every rank; nothing may be changed on storage yet
-    4. `optimize_global_plan`  the coordinator, over all ranks' final plans (without collectives: every rank, its own)
-    5. `execute_write`         every rank; its data is durable when it returns
-    6. `finalize_checkpoint`   the coordinator, once every rank has written everything: the commit
-    7. `discard`               instead of 6 every rank, when some rank failed: remove what this rank wrote
+    4. `arrange_global_plan`   the coordinator, over all ranks' final plans (without collectives: every rank, its own);
+                               skipped where an earlier plan is used again
+    5. `optimize_global_plan`  the coordinator, likewise
+    6. `hand_over`             every rank, only where `hands_over`; ends on all ranks before 7 begins on any
+    7. `execute_write`         every rank, once or more; its data is durable when it returns
+    8. `finalize_checkpoint`   the coordinator, once every rank has written everything: the commit
+    9. `discard`               instead of 8 every rank, when some rank failed: remove what this rank wrote
 
     An exception in any step on any rank makes every rank raise, and nothing is published.
     """
@@ -150,6 +193,24 @@ class StorageWriter(ABC):
     def optimize_local_plan(self, plan: SavePlan) -> SavePlan:
         """A plan of the same items, better suited to this storage."""
         return plan
+
+    @property
+    def hands_over(self) -> bool:
+        """Once configured: whether `hand_over` is to be called. Equal on all ranks."""
+        return False
+
+    def arrange_global_plan(
+        self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
+    ) -> tuple[Sequence[SavePlan], Metadata]:
+        """The same state in the boxes that this storage can hold, and the metadata of these.
+
+        `locals_` are the local plans that the plans were made of.
+        """
+        return plans, metadata
+
+    def hand_over(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Store, where other ranks find it, what the plan's `hand_over` gives them."""
+        return
 
     def optimize_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         """The same plans, carrying in `storage_data` what the coordinator decided for all."""
@@ -362,19 +423,18 @@ def held_boxes(local: SavePlan, final: SavePlan) -> SavePlan:
     return SavePlan(local.entries, concat_chunks([local.chunks, parts]), np.concatenate([local.nbytes, nbytes]))
 
 
-def join_results(whole: WholePlan, results: Sequence[WriteResults]) -> StorageTable:
+def join_results(whole: WholePlan, results: Sequence[WriteResults]) -> WriteResults:
     """Where each row of the metadata's chunks was stored, once every planned item has its result of the planned length.
 
     Raises:
         StorageError: a rank's results do not fit its plan, or two ranks wrote one file.
     """
     _check_results(whole, results)
-    tables = [result.table for result in results]
-    names = [name for table in tables for name in table.file_names]
+    names = [name for result in results for name in result.table.file_names]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise StorageError(f"several ranks wrote the same file: {twice[:5]}; nothing was published.")
-    return WriteResults(_side_by_side(tables)).take(whole.order).table
+    return _joined(results).take(whole.order)
 
 
 def _side_by_side(tables: Sequence[StorageTable]) -> StorageTable:
@@ -456,12 +516,13 @@ def _check_results(whole: WholePlan, results: Sequence[WriteResults]) -> None:
                 "nothing was published."
             )
         planned = whole.nbytes[end - count : end]
-        wrong = np.flatnonzero((result.table.length != planned) & (planned >= 0))
+        lengths = result.as_items().table.length
+        wrong = np.flatnonzero((lengths != planned) & (planned >= 0))
         if len(wrong):
             item = int(wrong[0])
             entry = whole.metadata.chunks.entry[int(np.flatnonzero(whole.order == end - count + item)[0])]
             raise StorageError(
-                f"rank {rank} stored {int(result.table.length[item])} bytes of "
+                f"rank {rank} stored {int(lengths[item])} bytes of "
                 f"{whole.metadata.entries.fqns[int(entry)]!r}, planned were {int(planned[item])} "
                 f"({len(wrong)} items differ); nothing was published."
             )

@@ -132,7 +132,7 @@ def test_every_item_s_result_ends_up_beside_its_box() -> None:
     whole, results = saved(plans)
     again = WholePlan.from_bytes(whole.to_bytes())
     for kept in (whole, again):
-        storage = join_results(kept, results)
+        storage = join_results(kept, results).table
         metadata = kept.metadata.with_storage(storage, {})
         for rank, part in enumerate(kept.plans({})):
             for row, item in enumerate(part.items):
@@ -160,7 +160,7 @@ def test_an_object_of_a_cached_plan_may_have_any_length_and_a_tensor_may_not() -
     whole, longer = saved([mixed], step=2)
     with pytest.raises(StorageError, match="'step'"):
         join_results(whole, longer)
-    assert join_results(whole.without_object_lengths(), longer).length.tolist() == [16, 2]
+    assert join_results(whole.without_object_lengths(), longer).table.length.tolist() == [16, 2]
     _, shorter = saved([mixed], a=8)
     with pytest.raises(StorageError, match="'a'"):
         join_results(whole.without_object_lengths(), shorter)

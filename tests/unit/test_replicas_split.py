@@ -120,7 +120,7 @@ def test_what_is_written_in_parts_is_compared_in_parts(odd: int | None) -> None:
     written, metadata = split(local)
     whole = WholePlan.of(metadata, written, local)
     whole = WholePlan.from_bytes(whole.without_object_lengths().to_bytes())
-    storage = join_results(whole, stored(written, {"big": 100, "small": 7}))
+    storage = join_results(whole, stored(written, {"big": 100, "small": 7})).table
     reports = []
     for rank, (mine, part) in enumerate(zip(local, written, strict=True)):
         held = held_boxes(mine, part)
@@ -148,7 +148,7 @@ def test_a_name_tied_on_one_rank_only_may_be_large_too() -> None:
     written, metadata = split(local)
     assert {name for part in written for name in ("big", "tied") if boxes(part, name)} == {"big", "tied"}
     whole = WholePlan.of(metadata, written, local)
-    storage = join_results(whole, stored(written, {"big": 100, "tied": 100}))
+    storage = join_results(whole, stored(written, {"big": 100, "tied": 100})).table
     reports = []
     for mine, part in zip(local, written, strict=True):
         held = held_boxes(mine, part)
