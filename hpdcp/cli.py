@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 from hpdcp.errors import HpdcpError, InvalidArgumentError
 
-_NEEDED = ("rich", "typer")
+_NEEDED = ("rich", "tqdm", "typer")
+_LOOKING = frozenset({"inspect", "verify", "config"})
+"""Commands that answer one question about one checkpoint: one that cannot be read is an answer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (`sys.argv`, unless `arguments` are given) and exit.
 
-    Status 0: done, and sound. 1: the checkpoint is damaged, not there, or cannot be read. 2: wrong usage. An error of
-    hpdcp is one line on stderr.
+    Status 0: done; sound; equal. 1: damaged; different; not confirmed; for `inspect` and `verify` also: there is no
+    whole checkpoint, or it cannot be read. 2: wrong usage, or a wrong configuration. 3: for all other commands, an
+    error of a checkpoint or a store. An error of hpdcp is one line on stderr, under torchrun one for each host.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -23,8 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(2)
     from hpdcp.commands import app  # only now: it cannot be imported without them
 
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="hpdcp")
+        app(args=given, prog_name="hpdcp")
     except HpdcpError as error:
-        sys.stderr.write(f"hpdcp: {' '.join(str(error).split())}\n")
-        raise SystemExit(2 if isinstance(error, InvalidArgumentError) else 1) from None
+        # All ranks raise what one of them met.
+        if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0":
+            sys.stderr.write(f"hpdcp: {' '.join(str(error).split())}\n")
+        raise SystemExit(_status(error, given)) from None
+
+
+def _status(error: HpdcpError, given: Sequence[str]) -> int:
+    if isinstance(error, InvalidArgumentError):
+        return 2
+    command = next((argument for argument in given if not argument.startswith("-")), "")
+    return 1 if command in _LOOKING else 3

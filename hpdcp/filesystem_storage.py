@@ -217,7 +217,7 @@ class FileSystemReader(StorageReader):
         if data or CLAIM in keys:
             return IncompleteCheckpointError(
                 f"{url} has {len(data)} data files but no {METADATA}: the save did not finish. "
-                "Load an earlier checkpoint."
+                "Load an earlier checkpoint; hpdcp rm removes what this one left."
             )
         weights = next((key for key in keys if key.endswith(".safetensors")), None)
         advice = f"HuggingFaceReader(checkpoint_id, file={weights!r}) reads the weights there." if weights else ""

@@ -186,7 +186,7 @@ class SaveByRank(FolderSave):
     def _refuse_strangers(self, keys: Sequence[str], run: str) -> None:
         """Without collectives nobody can say that another run's checkpoint is done with, so it is not touched."""
         url = self.backend.url
-        advice = "Save to an empty folder, or remove the old checkpoint first."
+        advice = f"Save to an empty folder, or remove the old checkpoint first: hpdcp rm {url}."
         if METADATA in keys:
             raise CheckpointExistsError(f"{url} holds a checkpoint that all ranks saved together. {advice}")
         rank, world_size = self.context.rank, self.context.world_size

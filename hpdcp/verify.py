@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,8 @@ from hpdcp.tables import starts_of
 _WINDOW_BYTES: Final = 32 << 20
 """Most bytes that one request reads; as many are held per thread."""
 _THREADS: Final = 4
+_PROGRESS_SECONDS: Final = 0.1
+"""Between two calls of `on_progress` while no file ends: one file may be all there is."""
 _HEADERS_OF: Final = "safetensors"
 """The layout whose files describe themselves in a header."""
 
@@ -100,14 +103,15 @@ def verify_checkpoint(
         damages: list[Damage] = []
         nbytes = blocks = 0
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "hpdcp-verify") as pool:
-            waiting = [pool.submit(work.check_file, file) for file in range(len(metadata.storage.file_names))]
+            waiting = {pool.submit(work.check_file, file) for file in range(len(metadata.storage.file_names))}
             try:
-                for done in as_completed(waiting):
-                    result = done.result()
-                    damages += result.damages
-                    nbytes, blocks = nbytes + result.nbytes, blocks + result.blocks
+                while waiting:
+                    done, waiting = wait(waiting, timeout=_PROGRESS_SECONDS, return_when=FIRST_COMPLETED)
+                    for result in (future.result() for future in done):
+                        damages += result.damages
+                        nbytes, blocks = nbytes + result.nbytes, blocks + result.blocks
                     if on_progress is not None:
-                        on_progress(nbytes, total)
+                        on_progress(work.compared if waiting else nbytes, total)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -143,6 +147,9 @@ class _Verification:
     def __init__(self, backend: Backend, metadata: Metadata) -> None:
         self._backend = backend
         self._metadata = metadata
+        self._lock = threading.Lock()
+        self.compared = 0
+        """Bytes found intact so far, by all threads."""
         self._fqns = metadata.entries.fqns
         storage = metadata.storage
         self._in_file_order = np.lexsort((storage.offset, storage.file))
@@ -217,6 +224,7 @@ class _Verification:
         stop = min(max(block.stop for block in window), size)
         if stop > start:
             self._backend.read_ranges(key, [ByteRange(start, stop - start)], [memory[: stop - start]])
+        before = result.nbytes
         for block in window:
             if block.stop > size:
                 problem = "the file ends before it does"
@@ -227,6 +235,8 @@ class _Verification:
                 result.blocks += 1
                 continue
             result.damages.append(Damage(key, problem, self._name(block.row), block.start, block.stop - block.start))
+        with self._lock:
+            self.compared += result.nbytes - before
 
     def _name(self, row: int) -> str:
         return self._fqns[int(self._metadata.chunks.entry[row])]

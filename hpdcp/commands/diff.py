@@ -1,0 +1,153 @@
+"""`hpdcp diff`: whether two checkpoints hold the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from hpdcp import progress
+from hpdcp.commands.options import (
+    AsJson,
+    BackendA,
+    BackendB,
+    Bar,
+    OptionsA,
+    OptionsB,
+    ShowBar,
+)
+from hpdcp.commands.output import (
+    count_of,
+    cut_off,
+    leave_to_rank_0,
+    print_json,
+    rate_of,
+    show,
+    size_of,
+    summary,
+    table_of,
+    text_of,
+)
+from hpdcp.compare import Aspect, Comparison, Difference, ValueDifference, compare_checkpoints
+from hpdcp.filesystem_storage import FileSystemReader
+
+_ARRANGED = {
+    Aspect.LAYOUT: "stored in other boxes",
+    Aspect.TIES: "tied on one side only",
+    Aspect.NESTING: "nested in another way",
+}
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or Hugging Face weights.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.", show_default=False)],
+    values: Annotated[bool, typer.Option("--values", help="Compare values too, bit for bit.")] = False,
+    rtol: Annotated[
+        float, typer.Option("--rtol", metavar="X", min=0, help="With --atol: let numbers differ by atol + rtol * |b|.")
+    ] = 0.0,
+    atol: Annotated[float, typer.Option("--atol", metavar="X", min=0, help="See --rtol. Both imply --values.")] = 0.0,
+    trust_checksums: Annotated[
+        bool,
+        typer.Option(
+            "--trust-checksums", help="Do not read what has equal recorded checksums on both sides. Implies --values."
+        ),
+    ] = False,
+    layout: Annotated[
+        bool, typer.Option("--layout", help="How things are stored counts too: boxes, ties, nesting.")
+    ] = False,
+    keys: Annotated[
+        list[str] | None, typer.Option("--keys", metavar="PATTERN", help="Only names that match; may be repeated.")
+    ] = None,
+    prefix_a: Annotated[str, typer.Option("--prefix-a", help="Only names of A that begin so, without it.")] = "",
+    prefix_b: Annotated[str, typer.Option("--prefix-b", help="Only names of B that begin so, without it.")] = "",
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=0, help="At most N rows.")] = None,
+    as_json: AsJson = False,
+    bar: Bar = ShowBar.AUTO,
+    backend_a: BackendA = None,
+    backend_b: BackendB = None,
+    storage_options_a: OptionsA = None,
+    storage_options_b: OptionsB = None,
+) -> None:
+    """Compare two checkpoints, however each is sharded. Exit status 1 when they differ."""
+    leave_to_rank_0()
+    with progress.bar("diff", when=bar.value) as shown:
+        found = compare_checkpoints(
+            a,
+            b,
+            values=values,
+            rtol=rtol,
+            atol=atol,
+            trust_checksums=trust_checksums,
+            layout=layout,
+            keys=keys or (),
+            prefix_a=prefix_a,
+            prefix_b=prefix_b,
+            reader_a=FileSystemReader(backend=backend_a, storage_options=storage_options_a),
+            reader_b=FileSystemReader(backend=backend_b, storage_options=storage_options_b),
+            on_progress=shown.reach,
+        )
+    if as_json:
+        print_json(_as_document(found))
+    else:
+        show(*_report(found, limit))
+    raise typer.Exit(0 if found.is_equal else 1)
+
+
+def _as_document(found: Comparison) -> dict[str, Any]:
+    document = asdict(found)
+    for each in [*document["differences"], *document["arrangement"]]:
+        each["aspect"] = each["aspect"].name.lower()
+        for key, value in (each["elements"] or {}).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                each["elements"][key] = str(value)  # JSON has no word for it
+    return {**document, "is_equal": found.is_equal}
+
+
+def _report(found: Comparison, limit: int | None) -> Iterator[RenderableType]:
+    yield text_of(f"A: {found.url_a}")
+    yield text_of(f"B: {found.url_b}")
+    yield Text()
+    table = table_of("name", "differs in", "A", "B", "how")
+    for each in found.differences[:limit]:
+        table.add_row(
+            text_of(_name(each)), each.aspect.value, text_of(each.a), text_of(each.b), text_of(_how(each.elements))
+        )
+    yield from cut_off(table, len(found.differences))
+    for aspect, count in _counted(found.arrangement).items():
+        yield text_of(f"{count_of(count, 'name')} {_ARRANGED[aspect]}, which does not count without --layout", "dim")
+    compared = count_of(found.names, "name")
+    if found.values:
+        compared += f", {size_of(found.nbytes)} of values in {rate_of(found.nbytes, found.seconds)}"
+        if found.trusted_nbytes:
+            compared += f", {size_of(found.trusted_nbytes)} more by their checksums"
+    if found.is_equal:
+        what = "equal" if found.values else "alike (values were not compared: --values)"
+        yield text_of(f"{what}: {compared}", "bold green")
+    else:
+        names = len({(each.fqn, each.owner) for each in found.differences})
+        yield text_of(f"DIFFERENT: {count_of(names, 'name')}; compared were {compared}", "bold red")
+
+
+def _name(difference: Difference) -> str:
+    return difference.fqn + ("" if difference.owner is None else f" of rank {difference.owner}")
+
+
+def _how(elements: ValueDifference | None) -> str:
+    if elements is None:
+        return ""
+    share = f"{elements.differing:,} of {elements.elements:,}, first [{', '.join(map(str, elements.first))}]"
+    if elements.max_abs is not None:
+        share += f", by up to {elements.max_abs:.3g}" if elements.max_abs else ", in bits alone"
+    if elements.max_rel:
+        share += f" ({elements.max_rel:.2g} of b)"
+    return share + (f", {elements.one_nan:,} NaN on one side" if elements.one_nan else "")
+
+
+def _counted(differences: Sequence[Difference]) -> dict[Aspect, int]:
+    counts = summary(each.aspect.name for each in differences)
+    return {Aspect[name]: count for name, count in counts.items()}

@@ -1,0 +1,73 @@
+"""Arguments and options that several commands take, each defined once."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_EXAMPLE = """{"anon": true}"""
+
+
+class ShowBar(StrEnum):
+    """When to show a bar, as `hpdcp.progress.bar` takes it."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+def read_storage_options(text: str) -> dict[str, Any]:
+    """Storage options as they are given on a command line: JSON, or `@` and a file of it. Values may be secrets."""
+    where = "the text"
+    if text.startswith("@"):
+        where = text[1:]
+        try:
+            text = Path(where).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"{where!r} cannot be read: {error}. Expected a file of JSON.") from None
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        reason = str(error)
+        raise typer.BadParameter(f"{where} is not JSON ({reason}): expected an object, such as '{_EXAMPLE}'.") from None
+    if not isinstance(options, dict):
+        kind = type(options).__name__
+        raise typer.BadParameter(f"{where} is JSON, but a {kind}: expected an object, such as '{_EXAMPLE}'.")
+    return options
+
+
+def _backend(flag: str, whose: str) -> Any:
+    return typer.Option(flag, metavar="NAME", help=f"{whose}, in place of the configured one: local, nfs, s3, fsspec…")
+
+
+def _storage_options(flag: str, whose: str) -> Any:
+    about = f"fsspec's options for {whose}, over the configured ones. Secrets are safer in @FILE or the environment."
+    return typer.Option(flag, metavar="JSON|@FILE", parser=read_storage_options, help=about)
+
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="The checkpoint's folder or URL.", show_default=False)]
+BackendName = Annotated[str | None, _backend("--backend", "The backend")]
+StorageOptions = Annotated[dict[str, Any] | None, _storage_options("--storage-options", "the place")]
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables; sizes in bytes.")]
+Bar = Annotated[
+    ShowBar,
+    typer.Option(
+        "--progress", help="A bar on stderr: on a terminal (auto), in a log too, as a line every 10 seconds, or never."
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be done.")]
+
+SrcBackend = Annotated[str | None, _backend("--src-backend", "The source's backend")]
+DstBackend = Annotated[str | None, _backend("--dst-backend", "The destination's backend")]
+SrcOptions = Annotated[dict[str, Any] | None, _storage_options("--src-storage-options", "the source")]
+DstOptions = Annotated[dict[str, Any] | None, _storage_options("--dst-storage-options", "the destination")]
+
+BackendA = Annotated[str | None, _backend("--backend-a", "A's backend")]
+BackendB = Annotated[str | None, _backend("--backend-b", "B's backend")]
+OptionsA = Annotated[dict[str, Any] | None, _storage_options("--storage-options-a", "A")]
+OptionsB = Annotated[dict[str, Any] | None, _storage_options("--storage-options-b", "B")]

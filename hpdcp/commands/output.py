@@ -1,0 +1,145 @@
+"""How commands print: tables and text for people, JSON for programs, and nothing but on rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeVar
+
+import typer
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_WIDE: Final = 100_000
+"""Columns of output that goes to a file or a pipe: names are never cut there."""
+_NUMBER: Final = re.compile(r"([0-9]{1,18})")
+
+Thing = TypeVar("Thing")
+
+
+def rank() -> int:
+    """Which of the processes that torchrun started this is; 0 without torchrun.
+
+    `RANK` alone says nothing: pods of a training job have it set for whoever looks into them.
+    """
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def leave_to_rank_0() -> None:
+    """End this process, well, unless it is rank 0: what the command does is no work to share."""
+    if rank():
+        raise typer.Exit(0)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print for people, on stdout."""
+    if rank():
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDE
+    for part in parts:
+        console.print(part)
+
+
+def print_json(document: object) -> None:
+    """Print one document for programs, on stdout."""
+    if not rank():
+        typer.echo(json.dumps(document, indent=2))
+
+
+def note(message: str) -> None:
+    """Say on stderr what is none of the result."""
+    if not rank():
+        typer.echo(f"hpdcp: {plain(message)}", err=True)
+
+
+def plain(text: str) -> str:
+    """Never a control sequence: names come from files that a stranger may have written.
+
+    >>> print(plain("a" + chr(27) + "[31m"))
+    a\\x1b[31m
+    """
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def text_of(text: str, style: str = "") -> Text:
+    """As `plain`, and never markup."""
+    return Text(plain(text), style=style)
+
+
+def size_of(nbytes: int) -> str:
+    """A number of bytes for people.
+
+    >>> size_of(0), size_of(1536), size_of(5 << 30)
+    ('0 B', '1.5 KiB', '5.0 GiB')
+    """
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{nbytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def count_of(number: int, thing: str) -> str:
+    """A number of things.
+
+    >>> count_of(1, "file"), count_of(2000, "file")
+    ('1 file', '2,000 files')
+    """
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def rate_of(nbytes: int, seconds: float) -> str:
+    """How long it took, and how fast that is."""
+    return f"{seconds:.2f} s ({size_of(round(nbytes / max(seconds, 1e-9)))}/s)"
+
+
+def shape_of(shape: Sequence[int]) -> str:
+    """A shape, as torch writes it."""
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def in_order(things: Iterable[Thing], name: Callable[[Thing], str]) -> list[Thing]:
+    """By name, as people count: layer 2 before layer 10."""
+
+    def key(thing: Thing) -> list[tuple[int, str]]:
+        # Odd parts are the numbers; as pairs, so that a number meets a number at the same place of two names.
+        parts = _NUMBER.split(name(thing))
+        return [(int(part), part) if place % 2 else (0, part) for place, part in enumerate(parts)]
+
+    return sorted(things, key=key)
+
+
+def table_of(*columns: str, numbers: Sequence[str] = ()) -> Table:
+    """An empty table; `numbers` are the columns that end at the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for column in columns:
+        if column in numbers:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
+    return table
+
+
+def cut_off(table: Table, total: int) -> Iterator[RenderableType]:
+    """The table, how much of it was left out, and an empty line; nothing where there is nothing."""
+    if total:
+        if table.row_count:
+            yield table
+        if table.row_count < total:
+            more = "and " * bool(table.row_count) + f"{total - table.row_count:,} more"
+            yield text_of(f"… {more} in the column {table.columns[0].header!r}", "dim")
+        yield Text()
+
+
+def summary(reasons: Iterable[Any]) -> dict[str, int]:
+    """How often each occurs, the most frequent first."""
+    counts: dict[str, int] = {}
+    for reason in reasons:
+        counts[str(reason)] = counts.get(str(reason), 0) + 1
+    return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
