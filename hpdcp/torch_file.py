@@ -22,6 +22,7 @@ PIECE_BYTES: Final = 16 << 20
 """What is moved at a time between a store and a temporary file."""
 ALIGNMENT: Final = 64
 _ZIP: Final = b"PK\x03\x04"
+_PICKLE: Final = b"\x80"
 
 
 @contextlib.contextmanager
@@ -56,13 +57,16 @@ def load_torch_file(path: str, *, shown: str) -> Mapping[Any, Any]:
         InvalidArgumentError: it holds something that is no state dict.
     """
     with open(path, "rb") as file:
-        mapped = file.read(len(_ZIP)) == _ZIP  # what torch wrote before 1.6 cannot be mapped
+        head = file.read(len(_ZIP))
+    if head != _ZIP and head[:1] != _PICKLE:
+        raise CorruptCheckpointError(f"{shown} is no whole file of torch.save: it begins with {head!r}.")
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        # What torch wrote before 1.6 is no zip and cannot be mapped.
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=head == _ZIP)
     except pickle.UnpicklingError as error:
         raise UnsafePickleError(
-            f"{shown} cannot be read without running code that it names, which hpdcp does not do: "
-            f"{str(error).strip().splitlines()[0]} Load it where you trust it, and save its state_dict() alone."
+            f"{shown} cannot be read without running code that it names ({_named_code(path, error)}), and hpdcp runs "
+            "none. If you trust it, load it yourself and save its state_dict() alone."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, ImportError) as error:
         raise CorruptCheckpointError(
@@ -74,6 +78,15 @@ def load_torch_file(path: str, *, shown: str) -> Mapping[Any, Any]:
             "writes."
         )
     return found
+
+
+def _named_code(path: str, error: pickle.UnpicklingError) -> str:
+    """What the file asks for, from its instructions, none of which are followed."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # noqa: BLE001  # of files of an old torch it knows nothing
+        names = []
+    return ", ".join(names) or str(error.__cause__ or error).strip().splitlines()[0]
 
 
 def save_torch_file(value: Any, path: str) -> int:

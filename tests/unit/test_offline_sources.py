@@ -75,12 +75,12 @@ class Evil:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda path: torch.save({"a": Evil()}, path), UnsafePickleError, r"m\.pt cannot be read without running code"),
+        (lambda path: torch.save({"a": Evil()}, path), UnsafePickleError, r"m\.pt cannot be read.*\(posix\.system\)"),
         (lambda path: torch.save(torch.nn.Linear(1, 1), path), UnsafePickleError, r"state_dict\(\) alone"),
         (lambda path: torch.save(torch.ones(2), path), InvalidArgumentError, "holds a Tensor; expected a state dict"),
         (lambda path: path.write_bytes(b""), CorruptCheckpointError, r"m\.pt is no whole file"),
         (lambda path: path.write_bytes(b"PK\x03\x04 but nothing"), CorruptCheckpointError, r"m\.pt is no whole file"),
-        (lambda path: path.write_text("hello, this is text"), HpdcpError, r"m\.pt"),
+        (lambda path: path.write_text("hello, this is text"), CorruptCheckpointError, "begins with b'hell'"),
     ],
 )
 def test_a_file_that_is_no_state_dict_is_refused_and_runs_nothing(
