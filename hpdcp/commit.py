@@ -226,12 +226,12 @@ def _clear_rests(backend: Backend, rests: Iterable[str]) -> None:
     """Remove what an attempt that never committed made under fixed names: of a folder, what a layout puts there only,
     since whoever wrote the claim may mean harm."""
     for root in rests:
-        if _FIXED_NAME.fullmatch(root):
+        if FIXED_NAME.fullmatch(root):
             backend.delete([root])
-        backend.delete([info.key for info in backend.list_keys(root, recursive=True) if _FIXED_NAME.search(info.key)])
+        backend.delete([info.key for info in backend.list_keys(root, recursive=True) if FIXED_NAME.search(info.key)])
 
 
-_FIXED_NAME: Final = re.compile(r"(?:^|/)(?:zarr\.json|c(?:/[0-9]+)*)$")
+FIXED_NAME: Final = re.compile(r"(?:^|/)(?:zarr\.json|c(?:/[0-9]+)*)$")
 """Keys of arrays and groups of zarr, version 3: the names that a layout gives files whatever the attempt."""
 
 
