@@ -16,7 +16,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from hpdcp import registry
 from hpdcp.backend import Backend, ByteRange, KeyInfo, checked_key
 from hpdcp.commit import (
     CLAIM,
+    FIXED_NAME,
     METADATA,
     SILENT_SECONDS,
     Claim,
@@ -133,8 +134,8 @@ class _Found:
     infos: Mapping[str, KeyInfo]
     documents: dict[str, bytes] = field(default_factory=dict)
     """`.metadata` or each `{rank}.metadata`, as they were read."""
-    listed: set[str] = field(default_factory=set)
-    """Data files that they list."""
+    listed: dict[str, int] = field(default_factory=dict)
+    """Data files that they, or the claim, list, and their recorded sizes, 0 where there is none."""
     committed: set[str] = field(default_factory=set)
     """Attempts that they name."""
     claim: Claim | None = None
@@ -181,7 +182,7 @@ class _Found:
                        if CLAIM in self.infos else ".")
                 ) from error  # fmt: skip
             self.documents[key] = data
-            self.listed.update(filter(_is_named_as_data, metadata.files))
+            self.listed |= {name: size for name, size in metadata.files.items() if _may_be_a_data_file(name)}
             if _ATTEMPT.fullmatch(metadata.settings.get("attempt", "")):
                 self.committed.add(metadata.settings["attempt"])
 
@@ -193,8 +194,17 @@ class _Found:
         named = {**dict(self.claim.superseded), self.claim.attempt: self.claim.plain}
         self.attempts |= {attempt: plain for attempt, plain in named.items() if _ATTEMPT.fullmatch(attempt)}
         # `replacing` is what an attempt means to remove once it has committed, or what is committed still.
-        since = (key for key, _ in self.claim.replaced)
-        self.listed.update(key for key in (*since, *self.claim.replacing) if _is_named_as_data(key))
+        kept = [key for key, _ in self.claim.replaced]
+        for key in filter(_may_be_a_data_file, (*kept, *self.claim.replacing, *self._made_by(self.claim))):
+            self.listed.setdefault(key, 0)
+
+    def _made_by(self, claim: Claim) -> Iterator[str]:
+        """What an attempt that has not committed made under names that are the same in every attempt."""
+        for root in () if claim.attempt in self.committed else claim.made:
+            if FIXED_NAME.fullmatch(root) and root in self.infos:
+                yield root
+            inside = (info.key for info in self.backend.list_keys(root, recursive=True))
+            yield from filter(FIXED_NAME.search, inside)
 
     def _unlisted(self) -> dict[str, str]:
         """Files that nothing lists but that are called as data files are and name an attempt in their header: which."""
@@ -225,13 +235,12 @@ class _Found:
         return found is not None and found["attempt"] in self.attempts
 
     def plan(self) -> Removal:
-        own = {key for key in self.listed if key in self.infos}
+        # What other layouts put into sub-folders was not listed here: that one of them is missing does no harm.
+        own = {key for key in self.listed if key in self.infos or "/" in key}
         own |= {key for key, info in self.infos.items() if key not in own and self._belongs(info)}
-        # In sub-folders, where other layouts put files: what is listed goes, and a missing one does no harm.
-        own |= {key for key in self.listed if "/" in key}
         has_claim = self.claim_bytes is not None
         gone = {*own, *self.documents, *self.messages, *([CLAIM] if has_claim else [])}
-        sizes = {key: info.size for key, info in self.infos.items()} | self.messages
+        sizes = self.listed | {key: info.size for key, info in self.infos.items()} | self.messages
         return Removal(
             url=self.backend.url,
             metadata=tuple(sorted(self.documents, key=lambda key: (key != METADATA, rank_of_metadata_key(key) or 0))),
@@ -254,7 +263,7 @@ class _Found:
             last = 0.0
         if at_work is None:
             return
-        times = [info.modified for key, info in self.infos.items() if _is_named_as_data(key) or key == CLAIM]
+        times = [info.modified for key, info in self.infos.items() if _may_be_a_data_file(key) or key == CLAIM]
         silent = time.time() - max([last, *times])
         if silent < SILENT_SECONDS:
             raise CheckpointExistsError(
@@ -281,6 +290,7 @@ class _Execution:
             began=now,
             superseded=tuple(self._found.attempts.items()),
             replaced=tuple((key, now) for key in planned.data if key not in self._found.messages),
+            made=tuple(sorted({key.partition("/")[0] for key in planned.data if FIXED_NAME.search(key)})),
         ).to_bytes()
         if read_or_none(backend, CLAIM) != self._found.claim_bytes:
             raise self._overtaken("claimed the folder", "Nothing was removed.")
@@ -298,10 +308,10 @@ class _Execution:
         return SupersededError(f"{self._backend.url}: meanwhile another save {what}. {state}")
 
 
-def _is_named_as_data(key: str) -> bool:
+def _may_be_a_data_file(key: str) -> bool:
     """Whether hpdcp may have given a data file this name: what lists it may have been written to do harm."""
     try:
-        return _BEGINS_AS_DATA.match(checked_key(key)) is not None
+        return bool(_BEGINS_AS_DATA.match(checked_key(key)) or FIXED_NAME.search(key))
     except InvalidArgumentError:
         return False
 
