@@ -33,8 +33,9 @@ from hpdcp.commands.output import (
     table_of,
     text_of,
 )
-from hpdcp.compare import Aspect, Comparison, Difference, ValueDifference, compare_checkpoints
+from hpdcp.compare import Aspect, Comparison, Difference, compare_checkpoints
 from hpdcp.filesystem_storage import FileSystemReader
+from hpdcp.value_differences import ValueDifference
 
 _ARRANGED = {
     Aspect.LAYOUT: "stored in other boxes",
