@@ -401,7 +401,9 @@ class _Comparison:
             return False
         if isinstance(x, int) and isinstance(y, int):
             return False  # they differ, and a count is exact
-        return x == y or (math.isnan(x) and math.isnan(y)) or abs(x - y) <= self.atol + self.rtol * abs(y)
+        if math.isfinite(x) and math.isfinite(y):
+            return abs(x - y) <= self.atol + self.rtol * abs(y)
+        return x == y or (math.isnan(x) and math.isnan(y))
 
     def _streamed(
         self,

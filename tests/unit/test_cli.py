@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import hpdcp
-from hpdcp.cli import main
+from tests.support.command import Command
 from tests.support.huggingface import write_shards
 
 
@@ -31,34 +30,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Command:
-    """Runs the command line in this process."""
-
-    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd
-
-    def __call__(self, *arguments: object, status: int = 0) -> str:
-        """stdout, or stderr where the status is not 0 and stdout is empty."""
-        self._capfd.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            main([str(argument) for argument in arguments])
-        out, err = self._capfd.readouterr()
-        assert exit_.value.code == status, err
-        assert "Traceback" not in err
-        return out or err
-
-
-@pytest.fixture
-def hpdcp_command(capfd: pytest.CaptureFixture[str]) -> Command:
-    return Command(capfd)
-
-
 def rows(output: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for line in output.splitlines() if (cells := line.split())}
 
 
-def test_inspect_shows_a_table_of_everything_and_totals(checkpoint: Path, hpdcp_command: Command) -> None:
-    output = hpdcp_command("inspect", checkpoint)
+def test_inspect_shows_a_table_of_everything_and_totals(checkpoint: Path, command: Command) -> None:
+    output = command("inspect", checkpoint).out
     table = rows(output)
     assert str(checkpoint) in output
     assert "saved by 1 rank · attempt" in output
@@ -75,21 +52,21 @@ def test_inspect_shows_a_table_of_everything_and_totals(checkpoint: Path, hpdcp_
     assert names.index("model.layers.2.bias") < names.index("model.layers.10.bias")
 
 
-def test_names_cannot_speak_to_the_terminal(checkpoint: Path, hpdcp_command: Command) -> None:
+def test_names_cannot_speak_to_the_terminal(checkpoint: Path, command: Command) -> None:
     for options in ([], ["--tree"]):
-        output = hpdcp_command("inspect", checkpoint, *options)
+        output = command("inspect", checkpoint, *options).out
         assert r"[red]odd\x1b[31m" in output
         assert "\x1b" not in output
 
 
-def test_a_table_can_be_cut(checkpoint: Path, hpdcp_command: Command) -> None:
-    output = hpdcp_command("inspect", checkpoint, "--limit", 2)
+def test_a_table_can_be_cut(checkpoint: Path, command: Command) -> None:
+    output = command("inspect", checkpoint, "--limit", 2).out
     assert "… and 21 more in the column 'tensor'" in output
     assert "model.layers.5.bias" not in output
 
 
-def test_a_filter_leaves_only_names_that_match(checkpoint: Path, hpdcp_command: Command) -> None:
-    output = hpdcp_command("inspect", checkpoint, "--filter", "model.layers.1*.bias")
+def test_a_filter_leaves_only_names_that_match(checkpoint: Path, command: Command) -> None:
+    output = command("inspect", checkpoint, "--filter", "model.layers.1*.bias").out
     assert {name for name in rows(output) if name.startswith("model.")} == {
         "model.layers.1.bias",
         "model.layers.10.bias",
@@ -97,16 +74,16 @@ def test_a_filter_leaves_only_names_that_match(checkpoint: Path, hpdcp_command: 
     assert "step" not in rows(output)
 
 
-def test_the_tree_adds_up_branches(checkpoint: Path, hpdcp_command: Command) -> None:
-    lines = hpdcp_command("inspect", checkpoint, "--tree").splitlines()
+def test_the_tree_adds_up_branches(checkpoint: Path, command: Command) -> None:
+    lines = command("inspect", checkpoint, "--tree").out.splitlines()
     (model,) = [line for line in lines if line.startswith("model ")]
     assert model.endswith("896 B"), "12 biases of 16 B and 11 weights of 64 B; one more is tied"
     assert any("weight  tied to model.head.weight" in line for line in lines)
     assert any("cpu  uint8 [" in line and "per rank" in line for line in lines)
 
 
-def test_json_is_one_document_that_says_the_same(checkpoint: Path, hpdcp_command: Command) -> None:
-    document: dict[str, Any] = json.loads(hpdcp_command("inspect", checkpoint, "--json"))
+def test_json_is_one_document_that_says_the_same(checkpoint: Path, command: Command) -> None:
+    document: dict[str, Any] = command("inspect", checkpoint, "--json").document
     entries = {entry["fqn"]: entry for entry in document["entries"]}
     assert document["world_size"] == 1
     assert document["by_rank"] is False
@@ -121,44 +98,44 @@ def test_json_is_one_document_that_says_the_same(checkpoint: Path, hpdcp_command
     assert document["file_bytes"] == sum(sizes.values())
 
 
-def test_verify_exits_with_0_for_a_sound_checkpoint(checkpoint: Path, hpdcp_command: Command) -> None:
-    assert hpdcp_command("verify", checkpoint).startswith(f"sound: {checkpoint}: 2 files,")
-    document = json.loads(hpdcp_command("verify", checkpoint, "--json"))
+def test_verify_exits_with_0_for_a_sound_checkpoint(checkpoint: Path, command: Command) -> None:
+    assert command("verify", checkpoint).out.startswith(f"sound: {checkpoint}: 2 files,")
+    document = command("verify", checkpoint, "--json").document
     assert document["is_sound"] is True
     assert document["damages"] == []
 
 
-def test_verify_exits_with_1_and_says_what_is_damaged(tmp_path: Path, hpdcp_command: Command) -> None:
+def test_verify_exits_with_1_and_says_what_is_damaged(tmp_path: Path, command: Command) -> None:
     hpdcp.save({"w": torch.ones(100), "note": "hello"}, checkpoint_id=tmp_path)
     file = tmp_path / "_rank0_.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    output = hpdcp_command("verify", tmp_path, status=1)
+    output = command("verify", tmp_path, status=1).out
     assert "_rank0_.safetensors" in output
     assert "its checksum differs" in output
     assert "DAMAGED" in output
-    document = json.loads(hpdcp_command("verify", tmp_path, "--json", status=1))
+    document = command("verify", tmp_path, "--json", status=1).document
     (damage,) = document["damages"]
     assert (damage["fqn"], damage["length"]) == ("w", 400)
 
 
-def test_config_show_says_where_each_value_comes_from(monkeypatch: pytest.MonkeyPatch, hpdcp_command: Command) -> None:
+def test_config_show_says_where_each_value_comes_from(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setenv("HPDCP_VERIFY", "always")
     monkeypatch.setenv("HPDCP_BACKENDS__S3__STORAGE_OPTIONS__SECRET", "tell-nobody")
-    output = hpdcp_command("config", "show")
+    output = command("config", "show").out
     assert rows(output)["verify"] == ["'always'", "environment", "variable", "HPDCP_VERIFY"]
     assert rows(output)["layout"] == ["'safetensors'", "default"]
     assert "tell-nobody" not in output
-    document = json.loads(hpdcp_command("config", "show", "--json"))
+    document = command("config", "show", "--json").document
     assert {"key": "layout", "value": "'safetensors'", "origin": "default"} in document
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
-def test_errors_are_one_line(verb: str, tmp_path: Path, hpdcp_command: Command) -> None:
-    assert hpdcp_command(verb, tmp_path / "nowhere", status=1).count("\n") == 1
+def test_errors_are_one_line(verb: str, tmp_path: Path, command: Command) -> None:
+    assert command(verb, tmp_path / "nowhere", status=1).err.count("\n") == 1
     (tmp_path / ".metadata").write_bytes(b"not a checkpoint at all")
-    message = hpdcp_command(verb, tmp_path, status=1)
+    message = command(verb, tmp_path, status=1).err
     assert message.startswith("hpdcp: ")
     assert ".metadata" in message
     assert message.count("\n") == 1
@@ -169,32 +146,28 @@ def test_errors_are_one_line(verb: str, tmp_path: Path, hpdcp_command: Command) 
     [["explode"], ["inspect"], ["inspect", ""], ["inspect", "x", "--wide"], ["inspect", "x", "--json", "--tree"]],
     ids=" ".join,
 )
-def test_wrong_usage_exits_with_2(arguments: list[str], hpdcp_command: Command) -> None:
-    assert hpdcp_command(*arguments, status=2)
+def test_wrong_usage_exits_with_2(arguments: list[str], command: Command) -> None:
+    assert command(*arguments, status=2).err
 
 
-def test_a_wrong_configuration_is_wrong_usage(monkeypatch: pytest.MonkeyPatch, hpdcp_command: Command) -> None:
+def test_a_wrong_configuration_is_wrong_usage(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setenv("HPDCP_VERIFY", "sometimes")
-    assert "HPDCP_VERIFY" in hpdcp_command("config", "show", status=2)
+    assert "HPDCP_VERIFY" in command("config", "show", status=2).err
 
 
-def test_the_version_is_told(hpdcp_command: Command) -> None:
-    assert hpdcp_command("--version").startswith("hpdcp ")
+def test_the_version_is_told(command: Command) -> None:
+    assert command("--version").out.startswith("hpdcp ")
 
 
-def test_without_the_extra_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, hpdcp_command: Command) -> None:
+def test_without_the_extra_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setattr("hpdcp.cli.find_spec", lambda name: None if name == "typer" else object())
     monkeypatch.delitem(sys.modules, "hpdcp.commands", raising=False)
-    assert hpdcp_command("inspect", "x", status=2) == (
-        'hpdcp: the command line needs typer: pip install "hpdcp[cli]"\n'
-    )
+    assert command("inspect", "x", status=2).err == ('hpdcp: the command line needs typer: pip install "hpdcp[cli]"\n')
 
 
-def test_inspect_shows_hugging_face_weights_and_verify_says_why_it_cannot(
-    tmp_path: Path, hpdcp_command: Command
-) -> None:
+def test_inspect_shows_hugging_face_weights_and_verify_says_why_it_cannot(tmp_path: Path, command: Command) -> None:
     write_shards(tmp_path, {"layers.0.w": torch.ones(2, 3), "layers.1.w": torch.ones(2, 3)}, shards=2)
-    output = hpdcp_command("inspect", tmp_path)
+    output = command("inspect", tmp_path).out
     assert "weights from huggingface · layout safetensors · no checksums" in output
     assert rows(output)["layers.1.w"][:3] == ["float32", "[2,", "3]"]
-    assert "records no checksums" in hpdcp_command("verify", tmp_path, status=1)
+    assert "records no checksums" in command("verify", tmp_path, status=1).err
