@@ -265,7 +265,7 @@ def convert_dcp_to_torch(
 ) -> Conversion:
     """Make one file of `torch.save` of a whole checkpoint, nesting and Python values and all, in this process alone.
 
-    Where the source cannot be mapped, its tensors go by way of a temporary file.
+    Tensors that cannot be mapped, or lie in parts, go by way of a temporary file beside the destination.
 
     Args:
         src: the checkpoint.
@@ -293,7 +293,10 @@ def convert_dcp_to_torch(
         tensors = _tensor_sizes(metadata)
         if dry_run:
             return Conversion(source, target, tensors, {}, dry_run=True)
-        scratch = ScratchMemory(sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in tensors.values()))
+        local_folder = parent_of(target)[0] if is_local(target) else None
+        if local_folder is not None:
+            os.makedirs(local_folder, exist_ok=True)
+        scratch = ScratchMemory(sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in tensors.values()), local_folder)
         value = full_state(reader, metadata, allocate=scratch.allocate, check_all=True)
         if is_local(target):
             size = save_torch_file(value, target)

@@ -130,10 +130,12 @@ class ScratchMemory:
 
     Args:
         nbytes: room for all that will be allocated; nothing is made before the first is.
+        folder: where the file is made; None: where temporary files go.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, folder: str | None = None) -> None:
         self._nbytes = nbytes
+        self._folder = folder
         self._used = 0
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -147,7 +149,7 @@ class ScratchMemory:
 
     @cached_property
     def _whole(self) -> memoryview:
-        with tempfile.TemporaryFile(prefix="hpdcp-") as file:
+        with tempfile.TemporaryFile(prefix=TEMPORARY_PREFIX, dir=self._folder) as file:
             try:
                 os.truncate(file.fileno(), self._nbytes)
                 return memoryview(mmap.mmap(file.fileno(), self._nbytes))
