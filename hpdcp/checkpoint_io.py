@@ -10,7 +10,7 @@ which box of which global tensor each entry is, so a file explains itself when `
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Final
@@ -102,8 +102,7 @@ class SafetensorsLayout(Layout):
         raise AssertionError("unreachable: the last name either is written or raises")
 
     def check(self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem]) -> None:
-        files = sorted({int(metadata.storage.file[item.storage_row]) for item in items})
-        for_each_file(backend, lambda file: _check_file(backend, metadata, file), files)
+        check_files(backend, metadata, {int(metadata.storage.file[item.storage_row]) for item in items})
 
     def read(
         self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planner: LoadPlanner, verify: Verify
@@ -122,6 +121,11 @@ class SafetensorsLayout(Layout):
         read_boxes(backend, reads, checker)
         for item, read in zip(tensors, reads, strict=True):
             planner.apply_tensor(item, read.target)
+
+
+def check_files(backend: Backend, metadata: Metadata, files: Collection[int]) -> None:
+    """Raise unless these data files (rows of the metadata's) are there, as long and beginning as was recorded."""
+    for_each_file(backend, lambda file: _check_file(backend, metadata, file), sorted(files))
 
 
 def _check_file(backend: Backend, metadata: Metadata, file: int) -> None:
@@ -201,7 +205,7 @@ class _DataFile:
         yield memoryview(self._header[0])
         self._planner.expect([extent.item for extent in self._extents])
         for extent in self._extents:
-            running = _BlockChecksums()
+            running = BlockChecksums()
             for piece in self._bytes_of(extent.item):
                 running.add(piece)
                 yield piece
@@ -222,7 +226,7 @@ class _DataFile:
                 yield from byte_pieces(part)
 
 
-class _BlockChecksums:
+class BlockChecksums:
     """crc32c of each block of an extent that arrives in pieces."""
 
     def __init__(self) -> None:
@@ -252,7 +256,7 @@ class _BlockChecksums:
 
 def block_checksums(pieces: Iterator[memoryview]) -> list[int]:
     """crc32c of each block of what the pieces hold one after another."""
-    running = _BlockChecksums()
+    running = BlockChecksums()
     for piece in pieces:
         running.add(piece)
     return running.finish()

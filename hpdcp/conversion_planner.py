@@ -54,7 +54,7 @@ class ConversionPlanner(SavePlanner):
             )
             for row, box in mine
         ]
-        self._row_of = {item.index: row for item, (row, _) in zip(items, mine, strict=True)}
+        self._row_of = {(item.index.fqn, item.index.owner): row for item, (row, _) in zip(items, mine, strict=True)}
         return SavePlan.build(entries, items)
 
     def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -102,7 +102,7 @@ class ConversionPlanner(SavePlanner):
         self._stream, self._expected, self._next = None, [], 0
 
     def _wanted(self, item: WriteItem) -> Wanted:
-        return Wanted(self._row_of[item.index], Box(item.index.offsets, item.index.sizes))
+        return Wanted(self._row_of[item.index.fqn, item.index.owner], Box(item.index.offsets, item.index.sizes))
 
 
 def shares(metadata: Metadata, world_size: int) -> list[list[tuple[int, Box]]]:

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import ClassVar
 
 from hpdcp.backend import Backend
+from hpdcp.errors import NotSupportedError
 from hpdcp.metadata import Metadata
 from hpdcp.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
 from hpdcp.storage import FileRecord, WriteResults
@@ -64,6 +65,14 @@ class Layout(ABC):
 
     needs_all_ranks: ClassVar[bool] = False
     """Whether ranks that save each for itself, without a plan of all, cannot use it."""
+
+    @classmethod
+    def foreign_metadata(cls, backend: Backend) -> Metadata:
+        """What a folder holds that another program wrote in this layout's format; its `origin` says so.
+
+        Called where a key at the root bears a name that `registry` lists for this layout, and hpdcp saved nothing.
+        """
+        raise NotSupportedError(f"layout {cls.name!r} reads what hpdcp saved, and {backend.url} is something else.")
 
     def arrange(
         self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]

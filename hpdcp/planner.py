@@ -121,6 +121,7 @@ class SavePlan:
         *,
         split: ChunkTable | None = None,
         hand_over: HandOver | None = None,
+        notes: Columns | None = None,
     ) -> None:
         self.entries = entries
         self.chunks = chunks
@@ -133,6 +134,8 @@ class SavePlan:
         """The parts of this rank's boxes that several ranks write a part each of, whoever writes them."""
         self.hand_over = hand_over
         """What passes between ranks first, where the layout has a rank write boxes that several hold parts of."""
+        self.notes: Columns = notes or {}
+        """Columns of numbers in which the coordinator's layout tells this rank's more about the entries."""
         self._origin: tuple[SavePlan, I64] | None = None
 
     @classmethod
@@ -174,7 +177,12 @@ class SavePlan:
         """The same names, these items only."""
         passed = None if self.hand_over is None else self.hand_over.of_items(np.asarray(rows, dtype=np.int64))
         selected = SavePlan(
-            self.entries, self.chunks.take(rows), self.nbytes[rows], self.storage_data, hand_over=passed
+            self.entries,
+            self.chunks.take(rows),
+            self.nbytes[rows],
+            self.storage_data,
+            hand_over=passed,
+            notes=self.notes,
         )
         selected._origin = (self, np.asarray(rows, dtype=np.int64))
         return selected
@@ -242,7 +250,8 @@ class SavePlan:
     def _item_columns(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
         split = {} if self.split is None else self.split.to_columns("split.")
         passed = {} if self.hand_over is None else self.hand_over.to_columns()
-        return {**self.chunks.to_columns(), "item.nbytes": self.nbytes, **split, **passed}
+        notes = {f"note.{name}": values for name, values in self.notes.items()}
+        return {**self.chunks.to_columns(), "item.nbytes": self.nbytes, **split, **passed, **notes}
 
     @classmethod
     def _from_items(cls, entries: EntryTable, columns: Columns, storage_data: Mapping[str, str]) -> SavePlan:
@@ -253,10 +262,19 @@ class SavePlan:
             storage_data,
             split=ChunkTable.from_columns(columns, "split.") if "split.entry" in columns else None,
             hand_over=HandOver.from_columns(columns) if "given.entry" in columns else None,
+            notes={name.removeprefix("note."): values for name, values in columns.items() if name.startswith("note.")},
         )
 
     def _changed(self, nbytes: I64, storage_data: Mapping[str, str]) -> SavePlan:
-        changed = SavePlan(self.entries, self.chunks, nbytes, storage_data, split=self.split, hand_over=self.hand_over)
+        changed = SavePlan(
+            self.entries,
+            self.chunks,
+            nbytes,
+            storage_data,
+            split=self.split,
+            hand_over=self.hand_over,
+            notes=self.notes,
+        )
         changed._origin = self._origin
         return changed
 

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -23,7 +23,12 @@ _BACKENDS: Final[Mapping[str, str]] = {
     "s3": "hpdcp_backends.s3:S3Backend",
     "fsspec": "hpdcp_backends.generic:GenericBackend",
 }
-_LAYOUTS: Final[Mapping[str, str]] = {"safetensors": "hpdcp.checkpoint_io:SafetensorsLayout"}
+_LAYOUTS: Final[Mapping[str, str]] = {
+    "safetensors": "hpdcp.checkpoint_io:SafetensorsLayout",
+    "zarr": "hpdcp_backends.zarr_layout:ZarrLayout",
+}
+_MARKS: Final[Mapping[str, str]] = {"zarr.json": "zarr", ".zgroup": "zarr", ".zarray": "zarr"}
+"""Keys at the root of what other programs wrote in the format of a layout."""
 _EXTRAS: Final[Mapping[str, str]] = {"s3": "s3", "zarr": "zarr"}
 _OWN_SCHEMES: Final[Mapping[str, str]] = {"s3": "s3", "s3a": "s3"}
 """Schemes with a backend made for them; others go through fsspec."""
@@ -177,6 +182,11 @@ def find_layout(name: str) -> Callable[[], Any]:
     """
     found: Callable[[], Any] = _find(name, "layout", _LAYOUTS, "hpdcp.layouts")
     return found
+
+
+def layout_of_marks(keys: Collection[str]) -> str | None:
+    """The layout in whose format another program wrote these keys, by the names at the root; None for none."""
+    return next((name for mark, name in _MARKS.items() if mark in keys), None)
 
 
 def _by_place(url: str) -> str:

@@ -139,11 +139,15 @@ class StagedPlanner(SavePlanner):
         self._entry = {name: row for row, name in enumerate(names)}
         self._lengths = {item.index: item.nbytes for item in plan.items if item.kind is EntryKind.OBJECT}
         self._memory: dict[MetadataIndex, memoryview] = {}
+        self._boxes: dict[tuple[str, int | None], list[MetadataIndex]] = {}
 
     def hold(self, staged: StagedState, segments: Sequence[Segment]) -> None:
         """Hand out these items from now on, and no others."""
         places = zip(staged.plan.items, staged.places, strict=True)
         self._memory = {item.index: segments[place.segment].memory(place) for item, place in places}
+        self._boxes = {}
+        for index in self._memory:
+            self._boxes.setdefault((index.fqn, index.owner), []).append(index)
         objects = [item.index for item in staged.plan.items if item.kind is EntryKind.OBJECT]
         self._lengths |= {index: len(self._memory[index]) for index in objects}
 
@@ -178,7 +182,7 @@ class StagedPlanner(SavePlanner):
             return
         for rows in _waves(plan.nbytes, self._wave_bytes):
             # What was there is given up first, so that the trainer may use its memory again.
-            self._memory = {}
+            self._memory, self._boxes = {}, {}
             self.hold(*self._fetch(plan.select(rows)))
             yield rows
 
@@ -193,10 +197,10 @@ class StagedPlanner(SavePlanner):
         if memory is not None:
             return tensor_at(memory, dtype, index.sizes)
         wanted = Box(index.offsets, index.sizes)
-        for held, memory in self._memory.items():
+        for held in self._boxes.get((index.fqn, index.owner), ()):
             box = Box(held.offsets, held.sizes)
-            if (held.fqn, held.owner) == (index.fqn, index.owner) and intersect(wanted, box) == wanted:
-                part = tensor_at(memory, dtype, held.sizes)
+            if intersect(wanted, box) == wanted:
+                part = tensor_at(self._memory[held], dtype, held.sizes)
                 for axis, (start, size) in enumerate(zip(relative(wanted, box).offsets, wanted.sizes, strict=True)):
                     part = part.narrow(axis, start, size)
                 return part

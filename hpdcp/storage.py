@@ -345,9 +345,9 @@ class WholePlan:
             StorageError: the plans hold other items than the metadata.
         """
         held = [held_boxes(local, final) for local, final in zip(locals_, plans, strict=True)]
-        held_rows = _entry_rows(metadata, held)
+        held_rows = entry_rows(metadata, held)
         same_names = all(plan.entries is mine.entries for plan, mine in zip(plans, held, strict=True))
-        planned = _with_rows(plans, held_rows if same_names else _entry_rows(metadata, plans))
+        planned = _with_rows(plans, held_rows if same_names else entry_rows(metadata, plans))
         order = sort_order(planned.sort_keys())
         if not _same_rows(planned.take(order), metadata.chunks):
             raise StorageError(
@@ -472,7 +472,7 @@ def _match(chunks: ChunkTable, wanted: ChunkTable) -> I64:
     return answer[len(chunks) :]
 
 
-def _entry_rows(metadata: Metadata, plans: Sequence[SavePlan]) -> list[I64]:
+def entry_rows(metadata: Metadata, plans: Sequence[SavePlan]) -> list[I64]:
     """For each plan, the row of `metadata.entries` of each of the plan's entries.
 
     Raises:

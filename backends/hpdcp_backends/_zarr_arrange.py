@@ -1,0 +1,202 @@
+"""The ranks' plans cut along each tensor's grid of chunks, and who hands what to whom."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hpdcp.errors import StateDictError
+from hpdcp.geometry import Box
+from hpdcp.metadata import Metadata
+from hpdcp.paths import decode_path
+from hpdcp.planner import HandOver, SavePlan
+from hpdcp.storage import entry_rows
+from hpdcp.tables import I64, ChunkTable, EntryKind, EntryTable, concat_chunks, sort_order, starts_of, take_runs
+from hpdcp_backends._zarr_grid import Cell, cells, cells_inside, chunk_shape
+from hpdcp_backends._zarr_names import node_path
+
+STEPS = "zarr.steps"
+"""The note that says, for each dimension of each entry (as `EntryTable.shape_dims`), how long its chunks are."""
+
+
+def steps_of(plan: SavePlan, entry: int) -> tuple[int, ...]:
+    """The grid's steps of one of the plan's entries, as `arrange` noted them."""
+    ends = plan.entries.shape_ends
+    return tuple(plan.notes[STEPS][starts_of(ends)[entry] : ends[entry]].tolist())
+
+
+def paths_of(entries: EntryTable, kind: EntryKind = EntryKind.TENSOR) -> Iterator[tuple[int, str]]:
+    """(row, where its node is) of each entry of a kind."""
+    for row in np.flatnonzero(entries.kinds == kind).tolist():
+        owner = int(entries.owners[row])
+        yield row, node_path(decode_path(entries.paths[row]), None if owner < 0 else owner)
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one rank does, in rows of entries that all ranks share."""
+
+    items: list[tuple[int, Box, int]] = field(default_factory=list)
+    """(entry, box, bytes)."""
+    given: list[tuple[int, Box]] = field(default_factory=list)
+    given_bytes: int = 0
+    taken: list[tuple[int, int, Box, int, int]] = field(default_factory=list)
+    """(item, entry, box, source, offset)."""
+    load: int = 0
+
+
+def arrange(
+    plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
+) -> tuple[list[SavePlan], Metadata]:
+    """The plans with the chunks of each tensor's grid as items, and the metadata of these.
+
+    A chunk goes to the rank that holds all of it. One that several hold parts of goes to one of them that holds much of
+    it, the one with the least to write so far, and the others hand their parts over.
+
+    Raises:
+        StateDictError: a tensor's name is the beginning of another's, as that of a group of a hierarchy is.
+    """
+    entries = metadata.entries
+    _check_names(entries)
+    rows = entry_rows(metadata, plans)
+    chunks = concat_chunks(
+        [plan.chunks.with_entry(row[plan.chunks.entry]) for plan, row in zip(plans, rows, strict=True)]
+    )
+    ranks = np.repeat(np.arange(len(plans)), [len(plan) for plan in plans])
+    nbytes = np.concatenate([plan.nbytes for plan in plans])
+    order = np.lexsort((ranks, chunks.entry))
+    bounds = np.searchsorted(chunks.entry[order], np.arange(len(entries) + 1)).tolist()
+    parts = [_Part() for _ in plans]
+    made: list[tuple[int, Box]] = []
+    steps = np.maximum(entries.shape_dims, 1)
+    starts = starts_of(entries.shape_ends)
+    for entry, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        members = order[start:stop]
+        if entries.kinds[entry] != EntryKind.TENSOR:
+            for member in members.tolist():
+                parts[int(ranks[member])].items.append((entry, Box((), ()), int(nbytes[member])))
+                made.append((entry, Box((), ())))
+            continue
+        shape, itemsize = entries.shape(entry), itemsize_of(entries, entry)
+        offsets, sizes = _boxes(chunks, members, len(shape))
+        found = chunk_shape(shape, itemsize, offsets, sizes)
+        steps[starts[entry] : entries.shape_ends[entry]] = found
+        for cell in cells(shape, found, offsets, sizes) if len(members) else ():
+            made.append((entry, cell.box))
+            _assign(parts, entry, cell, ranks[members], itemsize)
+    table = ChunkTable.from_boxes([entry for entry, _ in made], [(box.offsets, box.sizes) for _, box in made])
+    table = table.take(sort_order(table.sort_keys()))
+    known = {(entry, box) for entry, box in made}
+    arranged = [
+        _plan(plan, part, row, local, steps, known, entries)
+        for plan, part, row, local in zip(plans, parts, rows, locals_, strict=True)
+    ]
+    return arranged, Metadata(entries, table, settings=metadata.settings)
+
+
+def itemsize_of(entries: EntryTable, row: int) -> int:
+    """Bytes of an element of a tensor on record."""
+    dtype = getattr(torch, entries.dtype(row))
+    assert isinstance(dtype, torch.dtype)
+    return dtype.itemsize
+
+
+def _check_names(entries: EntryTable) -> None:
+    nodes = {path: row for row, path in paths_of(entries)}
+    for path, row in nodes.items():
+        steps = path.split("/")
+        for depth in range(1, len(steps)):
+            above = nodes.get("/".join(steps[:depth]))
+            if above is not None:
+                raise StateDictError(
+                    f"{entries.fqns[above]!r} is a tensor and {entries.fqns[row]!r} lies below it: in zarr an array "
+                    "holds no arrays. Rename one of them, or save in layout 'safetensors'."
+                )
+
+
+def _boxes(chunks: ChunkTable, rows: npt.NDArray[np.intp], ndim: int) -> tuple[I64, I64]:
+    taken = chunks.take(rows)
+    return taken.offsets.reshape(len(rows), ndim), taken.sizes.reshape(len(rows), ndim)
+
+
+def _assign(parts: Sequence[_Part], entry: int, cell: Cell, ranks: npt.NDArray[np.intp], itemsize: int) -> None:
+    nbytes = cell.box.volume * itemsize
+    if cell.holder >= 0:
+        part = parts[int(ranks[cell.holder])]
+        part.items.append((entry, cell.box, nbytes))
+        part.load += nbytes
+        return
+    held: dict[int, int] = {}
+    pieces: dict[Box, int] = {}
+    for row, box in cell.parts:
+        if box not in pieces:
+            pieces[box] = rank = int(ranks[row])
+            held[rank] = held.get(rank, 0) + box.volume
+    most = max(held.values())
+    writer = min((rank for rank, volume in held.items() if 2 * volume >= most), key=lambda rank: parts[rank].load)
+    target = parts[writer]
+    target.load += nbytes
+    for box, rank in pieces.items():
+        source = parts[rank]
+        target.taken.append((len(target.items), entry, box, rank, source.given_bytes))
+        source.given.append((entry, box))
+        source.given_bytes += box.volume * itemsize
+    target.items.append((entry, cell.box, nbytes))
+
+
+def _plan(
+    plan: SavePlan,
+    part: _Part,
+    rows: I64,
+    local: SavePlan,
+    steps: I64,
+    known: set[tuple[int, Box]],
+    entries: EntryTable,
+) -> SavePlan:
+    """The rank's plan, in rows of its own entries."""
+    own = dict(zip(rows.tolist(), range(len(rows)), strict=True))
+    _, dims = take_runs(entries.shape_ends, rows)
+    hand_over = None
+    if part.given or part.taken:
+        hand_over = HandOver(
+            _table([(own[entry], box) for entry, box in part.given]),
+            _table([(own[entry], box) for _, entry, box, _, _ in part.taken]),
+            np.array([item for item, *_ in part.taken], dtype=np.int64),
+            np.array([source for *_, source, _ in part.taken], dtype=np.int64),
+            np.array([offset for *_, offset in part.taken], dtype=np.int64),
+        )
+    split = _table(list(_split(local, rows, steps, known, entries)))
+    return SavePlan(
+        plan.entries,
+        _table([(own[entry], box) for entry, box, _ in part.items]),
+        np.array([nbytes for *_, nbytes in part.items], dtype=np.int64),
+        plan.storage_data,
+        split=split if len(split) else None,
+        hand_over=hand_over,
+        notes={STEPS: steps[dims]},
+    )
+
+
+def _split(
+    local: SavePlan, rows: I64, steps: I64, known: set[tuple[int, Box]], entries: EntryTable
+) -> Iterator[tuple[int, Box]]:
+    """Chunks inside boxes that this rank holds and that are no chunks: what it can compare with their writers'."""
+    starts = starts_of(entries.shape_ends)
+    for number in np.flatnonzero(local.entries.kinds[local.chunks.entry] == EntryKind.TENSOR).tolist():
+        own = int(local.chunks.entry[number])
+        entry = int(rows[own])
+        held = Box(*local.chunks.box(number))
+        if (entry, held) in known or entries.owners[entry] >= 0:
+            continue
+        step = tuple(steps[starts[entry] : entries.shape_ends[entry]].tolist())
+        for box in cells_inside(entries.shape(entry), step, held):
+            yield own, box
+
+
+def _table(boxes: Sequence[tuple[int, Box]]) -> ChunkTable:
+    return ChunkTable.from_boxes([entry for entry, _ in boxes], [(box.offsets, box.sizes) for _, box in boxes])
