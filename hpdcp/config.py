@@ -5,14 +5,15 @@ The first that says something about a key decides it:
 1. `with hpdcp.config.using(backend="nfs"):`, the innermost first;
 2. environment variables: `HPDCP_BACKEND=nfs`, nested keys with a double underscore,
    `HPDCP_BACKENDS__S3__COALESCE_GAP=1048576`. The parts in lower case are the key, so a name with capitals or dashes
-   is set in the file or by `using`. Under `HPDCP_BACKENDS__` and in `HPDCP_ROUTES` a value that is JSON is read as
-   JSON, and anything else is text; text that looks like a number is quoted: `'"123456"'`;
+   is set in the file or by `using`. Under `HPDCP_BACKENDS__` and `HPDCP_LAYOUTS__`, and in `HPDCP_ROUTES`, a value
+   that is JSON is read as JSON, and anything else is text; text that looks like a number is quoted: `'"123456"'`;
 3. the TOML file that `HPDCP_CONFIG` names (empty: none), else `~/.config/hpdcp/hpdcp.toml` where it exists;
 4. the defaults written under each field of `Config`.
 
-Tables under `backends` are merged key by key, through all four; `routes` is taken whole from the first that has any.
-Durations are seconds. Sizes are bytes, as a number or as text with a unit: `"512MiB"` is 512 x 2^20, `"512MB"` is
-512 x 10^6. An unknown key, or a value that does not fit, raises `InvalidArgumentError` naming where it was found.
+Tables under `backends` and `layouts` are merged key by key, through all four; `routes` is taken whole from the first
+that has any. Durations are seconds. Sizes are bytes, as a number or as text with a unit: `"512MiB"` is 512 x 2^20,
+`"512MB"` is 512 x 10^6. An unknown key, or a value that does not fit, raises `InvalidArgumentError` naming where it was
+found.
 
 `HPDCP_CONFIG`, `HPDCP_RUN_ID` (names a run, for saves without collectives), `HPDCP_TRACE` (see `hpdcp.timing`) and
 everything that begins with `HPDCP_TEST_` or `HPDCP_S3_` are not configuration keys.
@@ -120,6 +121,9 @@ class Config:
     """`[[routes]]` tables: which backend serves which prefix; the longest prefix that matches wins. Default none."""
     backends: Mapping[str, BackendSettings] = field(default_factory=dict)
     """`[backends.NAME]` tables: a backend's tunables and its `storage_options`. Default none."""
+    layouts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """`[layouts.NAME]` tables: how a layout saves, such as `compressor = "zstd"` under `[layouts.zarr]`. Default
+    none."""
 
     def route_for(self, url: str) -> Route | None:
         """The route with the longest prefix that matches `url`, the earlier of two equal ones; None without any."""
@@ -149,6 +153,7 @@ class Settings(TypedDict, total=False):
     progress: When
     routes: Sequence[Route | Mapping[str, object]]
     backends: Mapping[str, BackendSettings | Mapping[str, object]]
+    layouts: Mapping[str, Mapping[str, object]]
 
 
 class Setting(NamedTuple):
@@ -187,7 +192,15 @@ def effective() -> list[Setting]:
     for name in sorted(config.backends):
         where = f"backends.{name}"
         found += _settings_of(where, _table(where, _table("backends", tree["backends"])[name])).values()
+    for name in sorted(config.layouts):
+        found += layout_settings(name).values()
     return found
+
+
+def layout_settings(layout: str) -> dict[str, Setting]:
+    """What the configuration gives the layout of that name, by the name of the option, and where each comes from."""
+    tables = _table("layouts", _merged().get("layouts", {}))
+    return _settings_of(f"layouts.{layout}", _table(f"layouts.{layout}", tables.get(layout, {})))
 
 
 def settings_at(backend: str, url: str) -> dict[str, Setting]:
@@ -354,7 +367,7 @@ _KEYS: Final[Mapping[str, _Key]] = {
     "keep_replaced_for": _seconds(zero=True),
     "progress": _choice("never", "auto", "always"),
 }
-"""Keys of one value; `routes` and `backends` hold tables."""
+"""Keys of one value; `routes`, `backends` and `layouts` hold tables."""
 
 
 def _merged() -> _Tree:
@@ -403,7 +416,7 @@ def _environment_layer() -> _Tree:
             raise InvalidArgumentError(
                 f"{origin}: expected HPDCP_KEY, or HPDCP_KEY__KEY for nested keys; found an empty part. {_known()}"
             )
-        if path[0] in ("routes", "backends"):
+        if path[0] in ("routes", "backends", "layouts"):
             value = _json_or_text(os.environ[variable])
         for part in reversed(path[1:]):
             value = {part: value}
@@ -456,6 +469,12 @@ def _build(tree: _Tree) -> Config:
             tables = _table(name, node)
             values[name] = {
                 key: _settings(f"backends.{key}", _table(f"backends.{key}", table)) for key, table in tables.items()
+            }
+        elif name == "layouts":
+            tables = _table(name, node)
+            values[name] = {
+                key: dict(_settings(f"layouts.{key}", _table(f"layouts.{key}", table)).tunables)
+                for key, table in tables.items()
             }
         elif name in _KEYS:
             values[name] = _read(name, _KEYS[name], node)

@@ -94,7 +94,7 @@ class FileSystemWriter(StorageWriter):
         settings = config.current()
         backend = self.open_place()
         name = self._layout_name or settings.layout
-        layout: Layout = registry.find_layout(name)()
+        layout: Layout = registry.open_layout(name)
         kind = SaveByAll if context.collective else SaveByRank
         self._save = kind(SaveSetup(backend, layout, context, settings.keep_replaced_for, self.identity))
 
@@ -252,7 +252,7 @@ class FileSystemReader(StorageReader):
             )
 
     def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        with self._missing_files_explained():
+        with self.missing_files_explained():
             self._layout.check(self.backend, self._known, plan.items)
         return plan.with_storage_data({"url": self.backend.url})
 
@@ -261,7 +261,7 @@ class FileSystemReader(StorageReader):
         return list(plans)
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        with self._missing_files_explained():
+        with self.missing_files_explained():
             self._layout.read(progress.counted(self.backend), self._known, plan.items, planner, self._wanted_checks)
 
     @property
@@ -274,7 +274,8 @@ class FileSystemReader(StorageReader):
             raise InvalidArgumentError("configure_reader must be called before this reader is used.")
         return self._metadata
 
-    def _missing_files_explained(self) -> _MissingFiles:
+    def missing_files_explained(self) -> _MissingFiles:
+        """A context in which "no such file" becomes what it means: the checkpoint was replaced, or lost a file."""
         return _MissingFiles(self.backend, self._known)
 
     def close(self) -> None:

@@ -157,36 +157,66 @@ def _refuse_unknown_tables(tables: Iterable[str]) -> None:
             )
 
 
-def _refuse_unknown(name: str, build: Callable[..., Backend], given: Mapping[str, config.Setting]) -> None:
-    """A setting that the backend's constructor has no keyword for; one that takes any keyword judges for itself."""
+def _refuse_unknown(
+    name: str, build: Callable[..., Any], given: Mapping[str, config.Setting], *, kind: str = "backend"
+) -> None:
+    """A setting that the constructor has no keyword for; one that takes any keyword judges for itself."""
     parameters = list(inspect.signature(build).parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
-    keywords = [parameter.name for parameter in parameters[1:] if parameter.name != "storage_options"]
+    if kind == "backend":
+        parameters = parameters[1:]  # the URL
+    keywords = [parameter.name for parameter in parameters if parameter.name != "storage_options"]
     for key, setting in given.items():
         if key in keywords or key.startswith("storage_options."):
             continue
         near = difflib.get_close_matches(key, keywords, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InvalidArgumentError(
-            f"{setting.origin}: configuration key {setting.key!r}: backend {name!r} has no setting {key!r}.{hint} "
+            f"{setting.origin}: configuration key {setting.key!r}: {kind} {name!r} has no setting {key!r}.{hint} "
             f"Known: {', '.join(keywords)}."
         )
 
 
-def find_layout(name: str) -> Callable[[], Any]:
+def find_layout(name: str) -> Callable[..., Any]:
     """The layout class of that name.
 
     Raises:
         InvalidArgumentError, NotSupportedError: as `open_backend`.
     """
-    found: Callable[[], Any] = _find(name, "layout", _LAYOUTS, "hpdcp.layouts")
+    found: Callable[..., Any] = _find(name, "layout", _LAYOUTS, "hpdcp.layouts")
     return found
 
 
 def layout_of_marks(keys: Collection[str]) -> str | None:
     """The layout in whose format another program wrote these keys, by the names at the root; None for none."""
     return next((name for mark, name in _MARKS.items() if mark in keys), None)
+
+
+def open_layout(name: str) -> Any:
+    """A layout of that name for one save, with the options that the configuration has for it.
+
+    Raises:
+        InvalidArgumentError, NotSupportedError: as `open_backend`.
+    """
+    build = find_layout(name)
+    for other in config.current().layouts:
+        if other not in _LAYOUTS and other not in (others := entry_points(group="hpdcp.layouts").names):
+            raise InvalidArgumentError(
+                f"{config.origin_of('layouts', other)}: configuration key 'layouts.{other}': no layout is called "
+                f"{other!r}; known are {sorted({*_LAYOUTS, *others})}."
+            )
+    given = config.layout_settings(name)
+    if not given:
+        return build()
+    _refuse_unknown(name, build, given, kind="layout")
+    try:
+        return build(**{key: setting.value for key, setting in given.items()})
+    except InvalidArgumentError as error:
+        told = "; ".join(f"{setting.key} = {setting.shown} ({setting.origin})" for setting in given.values())
+        raise InvalidArgumentError(
+            f"{error} The configuration gives layout {name!r} this: {told}. Correct it there."
+        ) from error
 
 
 def _by_place(url: str) -> str:

@@ -43,11 +43,13 @@ _DECODERS_LOCAL: Final = 2
 
 
 class ZarrLayout(Layout):
-    """Args:
-    compressor: "none", or "zstd": each chunk is compressed by it, within the blosc codec.
-    level: how hard it tries, 0 to 9.
-    shuffle: whether the bytes of wider elements are sorted by their place in the element first, which is what makes
-        floating-point numbers compressible at all.
+    """Each tensor is an array of zarr, which any of its readers opens; it cannot be saved over.
+
+    Args:
+        compressor: `none`, or `zstd`: each chunk is compressed, by zarr's codec `blosc`.
+        level: how hard it tries, 0 to 9.
+        shuffle: whether the bytes of wider elements are sorted by their place in the element first, which is what makes
+            floating-point numbers compressible at all.
     """
 
     name: ClassVar[str] = "zarr"

@@ -66,7 +66,7 @@ options = { read_threads = 16 }
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([*_head(), *_keys(), *_tables(), *_backends()]).rstrip() + "\n"
+    return "\n".join([*_head(), *_keys(), *_tables(), *_backends(), *_layouts()]).rstrip() + "\n"
 
 
 def _head() -> Iterator[str]:
@@ -139,6 +139,17 @@ def _tables() -> Iterator[str]:
     given = {"s3": {"read_in_flight": 32, "storage_options": {"anon": True}}}
     yield f"| Code | `with hpdcp.config.using(backends={_python(given)}):` |"
     yield ""
+    yield "### `[layouts.NAME]`"
+    yield ""
+    yield _prose(described["layouts"])
+    yield ""
+    yield "| | |"
+    yield "| --- | --- |"
+    yield '| File | `[layouts.zarr]`, then `compressor = "zstd"` |'
+    yield "| Environment | `HPDCP_LAYOUTS__ZARR__COMPRESSOR=zstd` |"
+    options = {"zarr": {"compressor": "zstd", "level": 5}}
+    yield f"| Code | `with hpdcp.config.using(layouts={_python(options)}):` |"
+    yield ""
 
 
 def _fields(record: type) -> Iterator[str]:
@@ -178,8 +189,32 @@ def _backend(name: str, kind: type[hpdcp.backend.Backend]) -> Iterator[str]:
     yield ""
 
 
-def tunables(kind: type[hpdcp.backend.Backend]) -> dict[str, inspect.Parameter]:
-    """What the backend's constructor takes, beside the URL and the storage options."""
+def _layouts() -> Iterator[str]:
+    yield "## Layouts"
+    yield ""
+    for name, spec in registry._LAYOUTS.items():
+        module, _, attribute = spec.partition(":")
+        kind = getattr(import_module(module), attribute)
+        about, told = _sections(inspect.getdoc(kind) or "")
+        yield f"### Layout `{name}`"
+        yield ""
+        yield _prose(about)
+        yield ""
+        if not tunables(kind):
+            continue
+        yield f"Options, under `[layouts.{name}]` or in the environment as `HPDCP_LAYOUTS__{name.upper()}__…`:"
+        yield ""
+        yield "| Option | Type | Default | |"
+        yield "| --- | --- | --- | --- |"
+        for option, parameter in tunables(kind).items():
+            assert option in told, f"the docstring of {kind.__name__} has no entry for {option!r} under Args:"
+            shown = f"`{_cell(str(parameter.annotation))}` | `{_toml(parameter.default)}`"
+            yield f"| `{option}` | {shown} | {_cell(told[option])} |"
+        yield ""
+
+
+def tunables(kind: type) -> dict[str, inspect.Parameter]:
+    """What a backend's or a layout's constructor takes, beside the URL and the storage options."""
     parameters = inspect.signature(kind).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "storage_options"}
 

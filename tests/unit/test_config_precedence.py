@@ -197,4 +197,4 @@ def test_the_route_s_options_lie_over_the_backend_s_table() -> None:
 
 def test_every_field_of_config_is_a_key_and_an_argument_of_using() -> None:
     names = {entry.name for entry in fields(Config)}
-    assert names == set(Settings.__annotations__) == set(config._KEYS) | {"routes", "backends"}
+    assert names == set(Settings.__annotations__) == set(config._KEYS) | {"routes", "backends", "layouts"}

@@ -52,7 +52,8 @@ def test_every_key_has_a_docstring_an_example_and_a_place_on_the_page(maker: Mod
     documented = maker._field_docs(config.Config)
     for field in dataclasses.fields(config.Config):
         assert documented[field.name].strip(), field.name
-    assert {*maker.EXAMPLES, "routes", "backends"} == {field.name for field in dataclasses.fields(config.Config)}
+    names = {field.name for field in dataclasses.fields(config.Config)}
+    assert {*maker.EXAMPLES, "routes", "backends", "layouts"} == names
     assert re.findall(r"^### `(\w+)`$", page.partition("## Tables")[0], re.MULTILINE) == list(maker.EXAMPLES)
 
 
