@@ -26,7 +26,7 @@ import torch
 
 from hpdcp import config, device, registry
 from hpdcp.backend import ByteRange
-from hpdcp.errors import CorruptCheckpointError, CoverageError, UnsupportedTypeError
+from hpdcp.errors import CheckpointReplacedError, CorruptCheckpointError, CoverageError, UnsupportedTypeError
 from hpdcp.filesystem_storage import FileSystemReader
 from hpdcp.geometry import Box, flat_start, is_contiguous, missing, relative
 from hpdcp.layout import Verify
@@ -108,6 +108,7 @@ class StoredTensors:
         checked = metadata.has_checksums and not skipped
         self._checker = Checker(reader.backend, partial_blocks=True) if checked else None
         reader.configure_reader(metadata, PlannerContext(0, 1, is_coordinator=False, collective=False))
+        self._versions = None if metadata.has_checksums else self._files_now()
 
     def dtype(self, row: int) -> torch.dtype:
         """Of the entry.
@@ -143,6 +144,27 @@ class StoredTensors:
             for item in self._items(each.row, each.box, each.box):
                 some_item.setdefault(int(self.metadata.storage.file[item.storage_row]), item)
         self._reader.optimize_local_plan(LoadPlan.build(list(some_item.values())))
+
+    def check_unchanged(self) -> None:
+        """Raise if files without checksums were replaced since this was made: what was read may be a mixture.
+
+        Raises:
+            CheckpointReplacedError: naming one.
+        """
+        if self._versions is None:
+            return
+        now = self._files_now()
+        changed = [key for key, version in self._versions.items() if now.get(key) != version]
+        if changed:
+            raise CheckpointReplacedError(
+                f"{self._reader.backend.url}: {changed[0]!r} was changed while it was read, so what was read may be a "
+                "mixture. Convert again."
+            )
+
+    def _files_now(self) -> dict[str, tuple[int, float]]:
+        wanted = set(self.metadata.files)
+        listing = self._reader.backend.list_keys()
+        return {info.key: (info.size, info.modified) for info in listing if info.key in wanted}
 
     def stream(self, wanted: Sequence[Wanted]) -> Parts:
         """The elements of each, one after another in row-major order: (which, some of its elements).
@@ -245,6 +267,10 @@ class StoredTensors:
 
     def _read(self, block: Sequence[_Segment]) -> deque[tuple[int, torch.Tensor]]:
         """One block: a tensor for each segment."""
+        with self._reader.missing_files_explained():
+            return self._read_here(block)
+
+    def _read_here(self, block: Sequence[_Segment]) -> deque[tuple[int, torch.Tensor]]:
         parts: list[torch.Tensor | None] = [self._mapped(segment) for segment in block]
         absent = [position for position, part in enumerate(parts) if part is None]
         for position, view in zip(absent, self._memory.places([block[p].nbytes for p in absent]), strict=True):

@@ -94,6 +94,7 @@ class ConversionPlanner(SavePlanner):
 
     def finish_write(self) -> None:
         self.close()
+        self._source.check_unchanged()
 
     def close(self) -> None:
         """Stop reading ahead."""

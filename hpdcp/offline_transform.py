@@ -24,11 +24,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
-from hpdcp import progress as bars
 from hpdcp import registry
-from hpdcp.backend import Backend
 from hpdcp.checkpoint_io import byte_pieces
 from hpdcp.collectives import open_exchange
 from hpdcp.conversion import StoredTensors
@@ -46,18 +43,17 @@ from hpdcp.conversion_source import (
     two_places,
     verify_setting,
 )
-from hpdcp.errors import InvalidArgumentError, UnsupportedTypeError
+from hpdcp.errors import InvalidArgumentError
 from hpdcp.exchange import Alone, Exchange
+from hpdcp.export_job import Beside, ExportJob, Progress, counter, plain_tensors
 from hpdcp.filesystem_storage import FileSystemReader, FileSystemWriter
 from hpdcp.full_state import full_state
-from hpdcp.huggingface_export import Export, ExportFile, ExportPlan, ExportTensor, plan_export
+from hpdcp.huggingface_export import Export, ExportFile, ExportTensor, plan_export
 from hpdcp.huggingface_names import NameMapping
-from hpdcp.huggingface_selection import NameOf, Rules, Selected, as_dtype, natural_key, preference, select_tensors
+from hpdcp.huggingface_selection import NameOf, Rules, as_dtype, natural_key, select_tensors
 from hpdcp.metadata import Metadata
 from hpdcp.planner import SavePlanner, WriteItem
 from hpdcp.saver import save_state
-from hpdcp.sharding import tie_key
-from hpdcp.side_files import copy_files, side_files
 from hpdcp.standard_planner import StandardSavePlanner
 from hpdcp.tables import EntryKind
 from hpdcp.torch_file import ALIGNMENT, ScratchMemory, load_torch_file, local_copy, save_torch_file, upload
@@ -73,9 +69,6 @@ __all__ = [
     "parse_checkpoint_from_huggingface",
     "save_state_dict_as_huggingface_format",
 ]
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes of tensors written so far, and of all that this process writes."""
 
 _PLATFORMS: Final = ("huggingface", "torch")
 
@@ -165,7 +158,7 @@ def convert_full_checkpoint_to_dcp(
             return Conversion(source, target, tensors, {}, dry_run=True)
         mine = shares(metadata, exchange.world_size)[exchange.rank]
         total = sum(box.volume * stored.dtype(row).itemsize for row, box in mine) if progress is not None else 0
-        planner = ConversionPlanner(stored, _counter(progress, total))
+        planner = ConversionPlanner(stored, counter(progress, total))
         try:
             saved = _save({}, planner, target, to, exchange)
         finally:
@@ -230,17 +223,16 @@ def convert_dcp_to_huggingface(
     ) as reader:
         metadata = metadata_of(reader, exchange)
 
-        def prepare() -> _ExportJob:
+        def prepare() -> ExportJob:
             require_checkpoint(metadata, source)
             stored = StoredTensors(reader, metadata)
             selection = select_tensors(stored, rules)
             exported = [ExportTensor.of(each.name, each.dtype, each.shape) for each in selection.tensors]
             plan = plan_export(exported, max_shard_size)
             stored.check([each.wanted for each in selection.tensors])
-            beside = _Beside(copy_from, target, from_, to)
-            if exchange.is_coordinator:
-                beside.find()
-            return _ExportJob(stored, {each.name: each for each in selection.tensors}, plan, selection.skipped, beside)
+            beside = Beside(copy_from, target, from_, to)
+            beside.find()
+            return ExportJob(stored, {each.name: each for each in selection.tensors}, plan, selection.skipped, beside)
 
         job = exchange.agree("planning the export", prepare)
         if not dry_run:
@@ -352,7 +344,7 @@ def save_state_dict_as_huggingface_format(
         InvalidArgumentError, CheckpointExistsError, StorageError: as `convert_dcp_to_huggingface`.
     """
     target = registry.resolve_checkpoint_id(save_directory)
-    tensors, skipped = _plain_tensors(state_dict)
+    tensors, skipped = plain_tensors(state_dict)
     names = sorted(tensors, key=natural_key)
     exported = [ExportTensor.of(name, tensors[name].dtype, tensors[name].shape) for name in names]
     plan = plan_export(exported, max_shard_size)
@@ -398,67 +390,6 @@ def parse_checkpoint_from_huggingface(
         return full_state(reader, metadata_of(reader, Alone()))
 
 
-@dataclass(frozen=True)
-class _ExportJob:
-    """One export of a checkpoint, planned."""
-
-    stored: StoredTensors
-    chosen: Mapping[str, Selected]
-    plan: ExportPlan
-    skipped: Mapping[str, str]
-    beside: _Beside
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {tensor.name: tensor.nbytes for file in self.plan.files for tensor in file.tensors}
-
-    def run(self, backend: Backend, exchange: Exchange, *, overwrite: bool, progress: Progress | None) -> None:
-        mine = sum(file.nbytes for file in self.plan.shares(exchange.world_size)[exchange.rank])
-        count = _counter(progress, mine)
-        with bars.bar("convert", mine) as shown:
-
-            def pieces(file: ExportFile) -> Iterator[memoryview]:
-                with closing(self.stored.stream([self.chosen[tensor.name].wanted for tensor in file.tensors])) as parts:
-                    for _, part in parts:
-                        yield from byte_pieces(part)
-                        nbytes = part.numel() * part.element_size()
-                        shown.add(nbytes)
-                        count(nbytes)
-
-            Export(backend, self.plan, exchange, overwrite=overwrite, beside=self.beside.copy_to(backend)).write(pieces)
-
-
-class _Beside:
-    """The other files of a model's folder, to be copied along."""
-
-    def __init__(self, copy_from: str | Path | None, target: str, from_: Access, to: Access) -> None:
-        self._place = None if copy_from is None else registry.resolve_checkpoint_id(copy_from)
-        self._target = target
-        scheme = "" if self._place is None else self._place.partition("://")[0]
-        # Another folder of a store whose options are known; else what is configured for it has to do.
-        same = "" if self._place is None or is_local(self._place) else scheme
-        self._access = next((each for each in (from_, to) if same and each.options), Access())
-        self.files: dict[str, int] = {}
-
-    def find(self) -> None:
-        """Look what there is."""
-        if self._place is None:
-            return
-        inside = self._target.removeprefix(self._place.rstrip("/") + "/")
-        with closing(open_place(self._place, self._access)) as backend:
-            self.files = side_files(backend, but="" if inside == self._target else inside)
-
-    def copy_to(self, target: Backend) -> Callable[[], None]:
-        """What copies the files found."""
-
-        def copy() -> None:
-            if self._place is not None and self.files:
-                with closing(open_place(self._place, self._access)) as source:
-                    copy_files(source, target, self.files)
-
-        return copy
-
-
 def _convert_torch_file(
     source: str,
     target: str,
@@ -479,7 +410,7 @@ def _convert_torch_file(
         tensors = {key: value.nbytes for key, value in flat.items() if isinstance(value, torch.Tensor)}
         if dry_run:
             return Conversion(source, target, tensors, {}, dry_run=True)
-        planner = _CountingPlanner(_counter(progress, sum(tensors.values())))
+        planner = _CountingPlanner(counter(progress, sum(tensors.values())))
         saved = _save(state, planner, target, to, exchange)
         return Conversion(source, target, tensors, dict(saved.files))
 
@@ -508,33 +439,6 @@ def _save(
     )
 
 
-def _plain_tensors(state_dict: Mapping[Any, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors to store, and which names are left out since they are tied to others."""
-    flat, _ = flatten_state_dict(state_dict)
-    for name, value in flat.items():
-        if isinstance(value, DTensor):
-            raise UnsupportedTypeError(
-                f"{name!r} is a DTensor, of which this process has a part. hpdcp.save it from all ranks, and make the "
-                "folder of that checkpoint with convert_dcp_to_huggingface."
-            )
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
-            raise UnsupportedTypeError(
-                f"{name!r} is a {type(value).__name__}; Hugging Face weights are plain dense tensors. Leave it out."
-            )
-    first: dict[object, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    skipped: dict[str, str] = {}
-    for name in sorted(flat, key=preference):
-        tie = tie_key(flat[name])
-        if tie is not None and tie in first:
-            skipped[name] = f"tied to {first[tie]!r}, stored once"
-            continue
-        if tie is not None:
-            first[tie] = name
-        tensors[name] = flat[name]
-    return tensors, skipped
-
-
 def _tensor_sizes(metadata: Metadata) -> dict[str, int]:
     """Name → bytes of every stored tensor; of state that ranks kept, each rank's under its own name."""
     entries, found = metadata.entries, dict[str, int]()
@@ -545,15 +449,3 @@ def _tensor_sizes(metadata: Metadata) -> dict[str, int]:
         name = entries.fqns[row] if owner < 0 else f"{entries.fqns[row]} of rank {owner}"
         found[name] = int(volumes[row]) * dtype.itemsize
     return found
-
-
-def _counter(progress: Progress | None, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
-    return count

@@ -14,6 +14,7 @@ import hpdcp
 from hpdcp import config, offline_transform
 from hpdcp.errors import (
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     HpdcpError,
     InvalidArgumentError,
@@ -214,3 +215,34 @@ def test_no_descriptor_is_left_open_for_what_is_mapped(tmp_path: Path) -> None:
     mapped = Path("/proc/self/maps").read_text().count("_rank0_")
     full.clear()
     assert Path("/proc/self/maps").read_text().count("_rank0_") < mapped
+
+
+def test_a_folder_that_changes_while_it_is_read_is_not_taken_for_one_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_single(tmp_path / "hf", {"a": torch.zeros(3)})
+    hpdcp.save({"old": torch.ones(3)}, checkpoint_id=tmp_path / "dcp")
+
+    def replace_it(done: int, total: int) -> None:
+        write_single(tmp_path / "new", {"a": torch.ones(3)})
+        os.replace(tmp_path / "new" / "model.safetensors", tmp_path / "hf" / "model.safetensors")
+
+    with pytest.raises(CheckpointReplacedError, match=r"'model\.safetensors' was changed while it was read"):
+        convert(tmp_path / "hf", tmp_path / "dcp", "huggingface", progress=replace_it)
+    assert offline_transform.dcp_to_full_state_dict(tmp_path / "dcp").keys() == {"old"}
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_exported_is_said_to_be(tmp_path: Path) -> None:
+    state = {f"w{number}": torch.full((5,), float(number)) for number in range(4)}
+    hpdcp.save(state, checkpoint_id=tmp_path / "dcp")
+    saved: list[object] = []
+
+    def replace_it(done: int, total: int) -> None:
+        if not saved:
+            saved.append(hpdcp.save(state, checkpoint_id=tmp_path / "dcp"))
+
+    with pytest.raises(CheckpointReplacedError, match="was replaced by another save while it was being read"):
+        offline_transform.convert_dcp_to_huggingface(
+            tmp_path / "dcp", tmp_path / "hf", max_shard_size=20, progress=replace_it
+        )
+    assert list((tmp_path / "hf").iterdir()) == []
