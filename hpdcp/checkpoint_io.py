@@ -9,10 +9,12 @@ which box of which global tensor each entry is, so a file explains itself when `
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import ClassVar, Final
 
 import crc32c
@@ -21,6 +23,7 @@ import torch
 from hpdcp import device
 from hpdcp.backend import Backend, ByteRange
 from hpdcp.container import MAX_HEADER_BYTES, TORCH_NAMES, TensorEntry, build_header
+from hpdcp.device_copy import Downloads
 from hpdcp.errors import CorruptCheckpointError, KeyExistsError, UnsupportedTypeError
 from hpdcp.geometry import Box
 from hpdcp.layout import FileNaming, Layout, Verify
@@ -74,9 +77,11 @@ class SafetensorsLayout(Layout):
         tensors, objects = _extents(plan)
         results: dict[int, WriteResult] = {}
         files: list[FileRecord] = []
+        downloads: Downloads[int] = Downloads(backend.write_window)
         for suffix, extents in ((".safetensors", tensors), (".bytes", objects)):
             for group in _split(extents):
-                file = _DataFile(naming, suffix, self._next_part(suffix), group, planner)
+                downloads.release()  # the file before this one is written
+                file = _DataFile(naming, suffix, self._next_part(suffix), group, planner, downloads)
                 record = self._create(backend, file)
                 files.append(record)
                 results |= file.results(record.key)
@@ -168,13 +173,20 @@ class _DataFile:
     """One file about to be written: its header is known before any byte of data is."""
 
     def __init__(
-        self, naming: FileNaming, suffix: str, part: int, extents: Sequence[_Extent], planner: SavePlanner
+        self,
+        naming: FileNaming,
+        suffix: str,
+        part: int,
+        extents: Sequence[_Extent],
+        planner: SavePlanner,
+        downloads: Downloads[int],
     ) -> None:
         self.naming = naming
         self.suffix = suffix
         self.part = part
         self._extents = extents
         self._planner = planner
+        self._downloads = downloads
         self._checksums: dict[int, list[int]] = {}
 
     @cached_property
@@ -204,26 +216,32 @@ class _DataFile:
         """The file's bytes in order, checksummed as they go by."""
         yield memoryview(self._header[0])
         self._planner.expect([extent.item for extent in self._extents])
-        for extent in self._extents:
+        for row, pieces in itertools.groupby(self._data(), itemgetter(0)):
             running = BlockChecksums()
-            for piece in self._bytes_of(extent.item):
+            for _, piece in pieces:
                 running.add(piece)
                 yield piece
-            self._checksums[extent.row] = running.finish()
+            self._checksums[row] = running.finish()
 
     def results(self, key: str) -> dict[int, WriteResult]:
         """Row of the plan → where it was stored."""
         return {
-            extent.row: WriteResult(StorageInfo(key, offset, extent.item.nbytes, tuple(self._checksums[extent.row])))
+            extent.row: WriteResult(
+                StorageInfo(key, offset, extent.item.nbytes, tuple(self._checksums.get(extent.row, ())))
+            )
             for extent, offset in zip(self._extents, self._header[1], strict=True)
         }
 
-    def _bytes_of(self, item: WriteItem) -> Iterator[memoryview]:
-        if item.kind is EntryKind.OBJECT:
-            yield memoryview(self._planner.get_bytes(item))
-        else:
-            for part in self._planner.get_parts(item):
-                yield from byte_pieces(part)
+    def _data(self) -> Iterator[tuple[int, memoryview]]:
+        """The extents' bytes in order, each piece with its row."""
+        objects = [extent for extent in self._extents if extent.item.kind is EntryKind.OBJECT]
+        for extent in objects:
+            yield extent.row, memoryview(self._planner.get_bytes(extent.item))
+        tensors = (extent for extent in self._extents if extent.item.kind is not EntryKind.OBJECT)
+        parts = ((extent.row, part) for extent in tensors for part in self._planner.get_parts(extent.item))
+        for row, part in self._downloads.on_host(parts):
+            for piece in byte_pieces(part):
+                yield row, piece
 
 
 class BlockChecksums:
@@ -263,11 +281,18 @@ def block_checksums(pieces: Iterator[memoryview]) -> list[int]:
 
 
 def byte_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order: its own memory where that will do, else small copies."""
+    """The tensor's bytes in row-major order: its own memory where that will do, else small copies.
+
+    Of a device's tensor a piece is good until the next one is asked for.
+    """
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
-    fits = device.is_host(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if not device.is_host(tensor):
+        for _, part in Downloads[None](window=0).on_host([(None, tensor)]):
+            yield from byte_pieces(part)
+        return
+    fits = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     if fits or tensor.numel() * tensor.element_size() <= PIECE_BYTES:
         memory = device.host_bytes(device.to_host(tensor))
         for start in range(0, len(memory), VIEW_BYTES):

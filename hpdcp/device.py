@@ -1,13 +1,18 @@
-"""The only module that touches devices: bytes of host memory, copies between host and device, synchronisation.
+"""The floor below all that touches devices: bytes of host memory, copies, synchronisation, torch's device modules.
 
-Nothing here names a vendor. A device is what the tensor says it is, reached through `torch.get_device_module`, so a
-backend that registers itself with torch (`torch_npu` does) needs no line of its own.
+A device is what the tensor says it is, reached through `torch.get_device_module`, so a backend that registers itself
+with torch needs no line of its own; the one that has some is `torch_npu`, an extra that must match torch's version.
+Copies beside other work of a device are in `device_copy`. No other module of hpdcp names a kind of device.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Final
 
 import numpy as np
@@ -87,10 +92,11 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
-def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Fill `target` in its own memory with `source`, across devices and strides, casting as `Tensor.copy_` does.
 
     Leaf parameters that require grad are filled without autograd noticing. Equal dtypes are copied bit for bit.
+    `non_blocking`: it may return before the copy is done, on the current stream of the device.
 
     Raises:
         InvalidArgumentError: a cast is asked for from or to a dtype narrower than a byte, for which torch has none.
@@ -102,7 +108,57 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
                 f"torch cannot cast {source.dtype} to {target.dtype}. Make the target a {source.dtype} tensor."
             )
         target, source = target.view(torch.uint8), source.view(torch.uint8)
-    target.copy_(source)
+    target.copy_(source, non_blocking=non_blocking)
+
+
+def device_module(device: torch.device) -> ModuleType:
+    """torch's module for this kind of device, as `torch.cuda` is; `torch_npu` is imported for `npu` where it was not.
+
+    Raises:
+        NotSupportedError: torch has no such module here, or `torch_npu` does not fit this torch.
+    """
+    if device.type == _NPU:
+        _check_npu()
+    try:
+        module: ModuleType = torch.get_device_module(device)
+    except RuntimeError as error:
+        raise NotSupportedError(
+            f"torch {torch.__version__} has no module for devices of type {device.type!r} here: {error} Import the "
+            "package that brings it before hpdcp is asked to save or load such tensors."
+        ) from error
+    return module
+
+
+_NPU: Final = "npu"
+_NPU_PACKAGE: Final = "torch_npu"
+
+
+@functools.cache
+def _check_npu() -> None:
+    """Import `torch_npu`, unless someone else has registered devices of that name, and compare its version."""
+    if hasattr(torch, _NPU) and _NPU_PACKAGE not in sys.modules:
+        return
+    try:
+        package = importlib.import_module(_NPU_PACKAGE)
+    except Exception as error:
+        # An ImportError where it is not installed; where it was built for another torch, whatever its libraries raise.
+        raise NotSupportedError(
+            f"tensors on an Ascend NPU need torch_npu, which could not be imported beside torch {torch.__version__}: "
+            f"{type(error).__name__}: {error}. {_npu_advice()}"
+        ) from error
+    found = str(getattr(package, "__version__", "unknown"))
+    if found.split(".")[:2] != torch.__version__.split(".")[:2]:
+        raise NotSupportedError(
+            f"torch_npu {found} is made for another torch than {torch.__version__}, which is installed here. "
+            f"{_npu_advice()}"
+        )
+
+
+def _npu_advice() -> str:
+    minor = ".".join(torch.__version__.split(".")[:2])
+    return (
+        f'Install the one made for it: pip install "hpdcp[npu]" "torch_npu=={minor}.*", or another torch with its own.'
+    )
 
 
 def synchronize(device: torch.device) -> None:
@@ -113,7 +169,7 @@ def synchronize(device: torch.device) -> None:
     """
     if device.type in ("cpu", "meta"):
         return
-    wait = getattr(torch.get_device_module(device), "synchronize", None)
+    wait = getattr(device_module(device), "synchronize", None)
     if wait is None:
         raise NotSupportedError(
             f"torch.{device.type} has no synchronize(), so hpdcp cannot tell when copies to {device} are done. "

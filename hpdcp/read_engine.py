@@ -5,10 +5,14 @@ one dtype and on the host, is read straight into the target's memory; any other 
 the backend has one, or through memory of the engine's own. Pieces of one file are asked for together, so that the
 backend can fetch them at once and join what lies close. Across a network a window of at most `SLAB_BYTES` is asked for
 at a time, several windows at once: while one is checked and copied, others are on their way.
+
+What goes to a device is read into page-locked memory, two pieces of it in turn for each thread that reads: while one is
+filled, the other's contents are on their way to the device, on a stream of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +27,7 @@ import torch
 
 from hpdcp import device
 from hpdcp.backend import Backend, ByteRange
+from hpdcp.device_copy import Bounce, follow_all
 from hpdcp.errors import CorruptCheckpointError
 from hpdcp.geometry import Box, flat_start, is_contiguous, row_runs
 from hpdcp.metadata import BLOCK_BYTES, StorageInfo
@@ -96,6 +101,10 @@ class Checker:
             self._checked.add((stored.key, stored.offset, block))
 
 
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+"""Fills a target, its first argument, with a source of the same shape."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A run of a file, and what is done with it."""
@@ -104,7 +113,7 @@ class _Piece:
     range: ByteRange
     into: memoryview | None
     """The target's own memory; None where the bytes take a detour."""
-    deliver: Callable[[torch.Tensor], None] | None = None
+    deliver: Callable[[torch.Tensor, Copy], None] | None = None
     """Puts the run, as a flat tensor of the stored dtype, where it belongs."""
 
 
@@ -122,19 +131,21 @@ def read_boxes(backend: Backend, reads: Sequence[BoxRead], checker: Checker | No
     rest = iter(windows)
     lock = threading.Lock()
     failed = threading.Event()
+    # Here, in the caller's thread, since what a device does next is a matter of the thread that asks.
+    follow_all({read.target.device for read in reads if not device.is_host(read.target)})
 
     def work(_: int) -> None:
-        window_reader = _WindowReader(backend, checker)
-        while not failed.is_set():
-            with lock:
-                window = next(rest, None)
-            if window is None:
-                return
-            try:
-                window_reader.read(window)
-            except BaseException:
-                failed.set()
-                raise
+        with contextlib.closing(_WindowReader(backend, checker)) as window_reader:
+            while not failed.is_set():
+                with lock:
+                    window = next(rest, None)
+                if window is None:
+                    return
+                try:
+                    window_reader.read(window)
+                except BaseException:
+                    failed.set()
+                    raise
 
     in_parallel(work, range(workers), threads=workers)
 
@@ -183,30 +194,48 @@ class _WindowReader:
         self._backend = backend
         self._checker = checker
         self._memory = np.empty(0, np.uint8)
+        self._bounce = Bounce()
+
+    def close(self) -> None:
+        """Return when everything has reached its target, on devices as well."""
+        self._bounce.drain()
 
     def read(self, window: Sequence[_Piece]) -> None:
         """Fill the targets of pieces of one file."""
         key = window[0].read.stored.key
         asked: list[tuple[_Piece, memoryview]] = []
         detours: list[_Piece] = []
+        to_devices: list[_Piece] = []
         for piece in window:
             if piece.into is not None:
                 asked.append((piece, piece.into))
+            elif not device.is_host(piece.read.target):
+                # Not from a map of the file, which a device's driver would copy page by page, and blocking.
+                to_devices.append(piece)
             elif (mapped := self._backend.map_range(key, piece.range)) is not None:
                 self._finish(piece, mapped)
             else:
                 detours.append(piece)
-        asked += zip(detours, self._places([piece.range.length for piece in detours]), strict=True)
+        asked += zip(detours, self._places(detours, self._own_memory), strict=True)
+        asked += zip(to_devices, self._places(to_devices, self._bounce.take), strict=True)
         if asked:
             self._backend.read_ranges(key, [piece.range for piece, _ in asked], [view for _, view in asked])
         for piece, view in asked:
             self._finish(piece, view)
+        if to_devices:
+            self._bounce.mark()
 
-    def _places(self, lengths: Sequence[int]) -> list[memoryview]:
+    def _own_memory(self, nbytes: int) -> memoryview:
+        if nbytes > len(self._memory):
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory.data
+
+    def _places(self, pieces: Sequence[_Piece], memory: Callable[[int], memoryview]) -> list[memoryview]:
+        if not pieces:
+            return []
+        lengths = [piece.range.length for piece in pieces]
         rounded = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
-        if sum(rounded) > len(self._memory):
-            self._memory = np.empty(sum(rounded), np.uint8)
-        whole = self._memory.data
+        whole = memory(sum(rounded))
         starts = np.cumsum([0, *rounded]).tolist()
         return [whole[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
@@ -215,7 +244,8 @@ class _WindowReader:
             stored = piece.read.stored
             self._checker.check(stored, piece.read.fqn, piece.range.offset - stored.offset, view)
         if piece.deliver is not None:
-            piece.deliver(_typed(view, piece.read.dtype))
+            copy = device.copy_into if device.is_host(piece.read.target) else self._bounce.copy
+            piece.deliver(_typed(view, piece.read.dtype), copy)
 
 
 def _windows(pieces: Iterable[_Piece], *, bounded: bool) -> Iterator[list[_Piece]]:
@@ -247,7 +277,7 @@ def _pieces(read: BoxRead, *, cut: bool) -> Iterator[_Piece]:
             flat = target.detach().view(-1)
             for range_, start in _cuts(read):
                 part = flat.narrow(0, start // read.dtype.itemsize, range_.length // read.dtype.itemsize)
-                yield _Piece(read, range_, None, partial(device.copy_into, part))
+                yield _Piece(read, range_, None, partial(_take_whole, part))
             return
     elif memory is not None:
         starts, elements = row_runs(read.box, read.sizes)
@@ -293,12 +323,16 @@ def _slab_pieces(read: BoxRead) -> Iterator[_Piece]:
             yield _Piece(read, ByteRange(start, elements * itemsize), None, partial(_take_slab, read, slab, strides))
 
 
-def _take_slab(read: BoxRead, slab: Box, strides: tuple[int, ...], elements: torch.Tensor) -> None:
+def _take_whole(target: torch.Tensor, elements: torch.Tensor, copy: Copy) -> None:
+    copy(target, elements)
+
+
+def _take_slab(read: BoxRead, slab: Box, strides: tuple[int, ...], elements: torch.Tensor, copy: Copy) -> None:
     """Copy what is wanted of a slab's span into its place in the target."""
     target = read.target
     for axis, (begin, start, size) in enumerate(zip(read.box.offsets, slab.offsets, slab.sizes, strict=True)):
         target = target.narrow(axis, start - begin, size)
-    device.copy_into(target, elements.as_strided(slab.sizes, strides))
+    copy(target, elements.as_strided(slab.sizes, strides))
 
 
 def _typed(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
