@@ -97,6 +97,7 @@ class StoredTensors:
         self._reader = reader
         self._stored = Stored(metadata)
         self._memory = _Memory()
+        self._cast_memory = _Memory()
         # From here, where no bar is shown yet: one counts what is written, not what is read for it as well.
         self._context = contextvars.copy_context()
         self._maps = True
@@ -189,13 +190,16 @@ class StoredTensors:
         self.fill([(wanted, target)])
         return target
 
-    def fill(self, wanted: Sequence[tuple[Wanted, torch.Tensor]]) -> None:
-        """Copy each into its tensor, contiguous memory of the host."""
+    def fill(
+        self, wanted: Sequence[tuple[Wanted, torch.Tensor]], on_bytes: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Copy each into its tensor, contiguous memory of the host; `on_bytes` is told of each so many bytes."""
         at = [0] * len(wanted)
         for number, part in self.stream([each for each, _ in wanted]):
             flat = wanted[number][1].view(-1)
             device.copy_into(flat[at[number] : at[number] + part.numel()], part.view(-1))
             at[number] += part.numel()
+            on_bytes(part.numel() * part.element_size())
 
     def mapped_privately(self, wanted: Wanted, map_key: Callable[[str], memoryview | None]) -> torch.Tensor | None:
         """A tensor over a private map of the one file that holds it, for its owner to change; None where there is none.
@@ -281,8 +285,17 @@ class StoredTensors:
         found: deque[tuple[int, torch.Tensor]] = deque()
         for segment, part in zip(block, parts, strict=True):
             assert part is not None
-            found.append((segment.number, part if segment.wanted.dtype is None else _cast(part, segment.wanted.dtype)))
+            dtype = segment.wanted.dtype
+            found.append((segment.number, part if dtype is None else self._cast(part, dtype)))
         return found
+
+    def _cast(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if part.data_ptr() % part.element_size():
+            part = part.view(torch.uint8).clone().view(part.dtype)  # files of other writers align nothing
+        (view,) = self._cast_memory.places([part.numel() * dtype.itemsize])
+        target = device.tensor_over(view).view(dtype).view(part.shape)
+        device.copy_into(target, part)
+        return target
 
     def _mapped(self, segment: _Segment) -> torch.Tensor | None:
         view = None if segment.run is None else self._map(segment.run)
@@ -421,12 +434,6 @@ def _index(metadata: Metadata, row: int, box: Box) -> MetadataIndex:
 
 def _range(run: _Run) -> ByteRange:
     return ByteRange(run.stored.offset + run.start, run.nbytes)
-
-
-def _cast(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if part.data_ptr() % part.element_size():
-        part = part.view(torch.uint8).clone().view(part.dtype)  # files of other writers align nothing
-    return part.to(dtype)
 
 
 def _ahead(makers: Iterable[Callable[[], T]], context: contextvars.Context) -> Generator[T, None, None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hpdcp import device, objects
+from hpdcp import device, objects, progress
 from hpdcp.conversion import FillTargets, StoredTensors, Wanted
 from hpdcp.filesystem_storage import FileSystemReader
 from hpdcp.geometry import Box
@@ -55,7 +55,9 @@ def full_state(
             mapped = allocate(each.box.sizes, source.dtype(row))
             left.append(each)
         values[row] = mapped
-    source.fill([(each, values[each.row]) for each in left])
+    if left:
+        with progress.bar("read", sum(values[each.row].nbytes for each in left)) as shown:
+            source.fill([(each, values[each.row]) for each in left], shown.add)
     for row in rows:
         if entries.kinds[row] == EntryKind.ALIAS:
             values[row] = values[metadata.resolve(row)]

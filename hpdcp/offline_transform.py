@@ -25,6 +25,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
+from hpdcp import progress as bars
 from hpdcp import registry
 from hpdcp.checkpoint_io import byte_pieces
 from hpdcp.collectives import open_exchange
@@ -291,13 +292,14 @@ def convert_dcp_to_torch(
         scratch = ScratchMemory(sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in tensors.values()), local_folder)
         value = full_state(reader, metadata, allocate=scratch.allocate, check_all=True)
         if is_local(target):
-            size = save_torch_file(value, target)
+            size = _write_torch_file(value, tensors, target)
         else:
             folder, name = parent_of(target)
             with closing(open_place(folder, to)) as backend, tempfile.TemporaryDirectory() as spool:
-                size = save_torch_file(value, os.path.join(spool, "file"))
+                size = _write_torch_file(value, tensors, os.path.join(spool, "file"))
                 backend.prepare()
-                upload(os.path.join(spool, "file"), backend, name)
+                with bars.bar("upload", size):
+                    upload(os.path.join(spool, "file"), bars.counted(backend), name)
         return Conversion(source, target, tensors, {target: size})
 
 
@@ -413,6 +415,11 @@ def _convert_torch_file(
         planner = _CountingPlanner(counter(progress, sum(tensors.values())))
         saved = _save(state, planner, target, to, exchange)
         return Conversion(source, target, tensors, dict(saved.files))
+
+
+def _write_torch_file(value: Any, tensors: Mapping[str, int], path: str) -> int:
+    with bars.bar("convert", sum(tensors.values())) as shown:
+        return save_torch_file(value, path, shown.add)
 
 
 class _CountingPlanner(StandardSavePlanner):

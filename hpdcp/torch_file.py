@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import os
 import pickle
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -89,14 +90,17 @@ def _named_code(path: str, error: pickle.UnpicklingError) -> str:
     return ", ".join(names) or str(error.__cause__ or error).strip().splitlines()[0]
 
 
-def save_torch_file(value: Any, path: str) -> int:
-    """`torch.save(value)` as a file of this host, durable and in one step; how many bytes it has."""
+def save_torch_file(value: Any, path: str, on_bytes: Callable[[int], None] = lambda _: None) -> int:
+    """`torch.save(value)` as a file of this host, durable and in one step; how many bytes it has.
+
+    `on_bytes` is told of each so many bytes that were written.
+    """
     folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)
     temporary = os.path.join(folder, TEMPORARY_PREFIX + secrets.token_hex(8))
     try:
         # By an open file: by name, torch refuses one that begins with a dot.
-        with open(temporary, "xb") as file:
+        with _CountingFile(temporary, on_bytes) as file:
             torch.save(value, file)
             file.flush()
             os.fsync(file.fileno())
@@ -114,6 +118,19 @@ def save_torch_file(value: Any, path: str) -> int:
     finally:
         os.close(descriptor)
     return size
+
+
+class _CountingFile(io.BufferedWriter):
+    """A new file that tells how much is written."""
+
+    def __init__(self, path: str, on_bytes: Callable[[int], None]) -> None:
+        super().__init__(io.FileIO(path, "x"))
+        self._on_bytes = on_bytes
+
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
+        self._on_bytes(written)
+        return written
 
 
 def upload(path: str, backend: Backend, key: str) -> None:
