@@ -402,8 +402,8 @@ class _Comparison:
         if isinstance(x, int) and isinstance(y, int):
             return False  # they differ, and a count is exact
         if math.isfinite(x) and math.isfinite(y):
-            return abs(x - y) <= self.atol + self.rtol * abs(y)
-        return x == y or (math.isnan(x) and math.isnan(y))
+            return bool(abs(x - y) <= self.atol + self.rtol * abs(y))
+        return bool(x == y) or (math.isnan(x) and math.isnan(y))
 
     def _streamed(
         self,

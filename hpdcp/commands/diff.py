@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -76,7 +78,14 @@ def diff(
 ) -> None:
     """Compare two checkpoints, however each is sharded. Exit status 1 when they differ."""
     leave_to_rank_0()
-    with progress.bar("diff", when=bar.value) as shown:
+    progress.check(bar.value)
+    with ExitStack() as opened:
+
+        @functools.cache
+        def shown() -> progress.Bar:
+            # Once there is something to show: often nothing is read.
+            return opened.enter_context(progress.bar("diff", when=bar.value))
+
         found = compare_checkpoints(
             a,
             b,
@@ -90,7 +99,7 @@ def diff(
             prefix_b=prefix_b,
             reader_a=FileSystemReader(backend=backend_a, storage_options=storage_options_a),
             reader_b=FileSystemReader(backend=backend_b, storage_options=storage_options_b),
-            on_progress=shown.reach,
+            on_progress=lambda done, total: shown().reach(done, total),
         )
     if as_json:
         print_json(_as_document(found))
@@ -122,10 +131,13 @@ def _report(found: Comparison, limit: int | None) -> Iterator[RenderableType]:
     for aspect, count in _counted(found.arrangement).items():
         yield text_of(f"{count_of(count, 'name')} {_ARRANGED[aspect]}, which does not count without --layout", "dim")
     compared = count_of(found.names, "name")
-    if found.values:
+    if found.nbytes:
         compared += f", {size_of(found.nbytes)} of values in {rate_of(found.nbytes, found.seconds)}"
-        if found.trusted_nbytes:
-            compared += f", {size_of(found.trusted_nbytes)} more by their checksums"
+    if found.trusted_nbytes:
+        compared += f", {size_of(found.trusted_nbytes)} by their checksums alone"
+    hint = _prefix_hint(found)
+    if hint:
+        yield text_of(hint)
     if found.is_equal:
         what = "equal" if found.values else "alike (values were not compared: --values)"
         yield text_of(f"{what}: {compared}", "bold green")
@@ -147,6 +159,24 @@ def _how(elements: ValueDifference | None) -> str:
     if elements.max_rel:
         share += f" ({elements.max_rel:.2g} of b)"
     return share + (f", {elements.one_nan:,} NaN on one side" if elements.one_nan else "")
+
+
+def _prefix_hint(found: Comparison) -> str:
+    """What to try where no name is common since all have one more word in front on one side; else empty."""
+    if found.names:
+        return ""
+    sides = [
+        [each.fqn for each in found.differences if each.aspect is aspect]
+        for aspect in (Aspect.ONLY_IN_A, Aspect.ONLY_IN_B)
+    ]
+    for (longer, shorter), flag in zip((sides, sides[::-1]), ("a", "b"), strict=True):
+        for name in (name for name in longer if shorter and name.endswith(f".{shorter[0]}")):
+            prefix = name.removesuffix(shorter[0])
+            if {prefix + short for short in shorter} <= set(longer):
+                return (
+                    f"Every name of one side is one of the other with {prefix!r} in front: try --prefix-{flag} {prefix}"
+                )
+    return ""
 
 
 def _counted(differences: Sequence[Difference]) -> dict[Aspect, int]:
