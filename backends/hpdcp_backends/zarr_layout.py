@@ -96,11 +96,14 @@ class ZarrLayout(Layout):
                         f"{type(planner).__name__}.waves gives rows out of order; what is handed over has one order."
                     )
                 done += len(rows)
+                # A wave's memory is used again by the next, while the backend may not have written it yet.
+                at_once = len(rows) == len(handed)
                 items = handed.select(rows).items
                 planner.expect(items)
                 for item in items:
                     for part in planner.get_parts(item):
-                        yield from byte_pieces(part)
+                        for piece in byte_pieces(part):
+                            yield piece if at_once else memoryview(bytes(piece))
 
         key = _handed_key(naming.rank, naming.attempt)
         self._written.append(key)
