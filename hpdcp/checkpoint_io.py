@@ -280,16 +280,17 @@ def block_checksums(pieces: Iterator[memoryview]) -> list[int]:
     return running.finish()
 
 
-def byte_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def byte_pieces(tensor: torch.Tensor, *, kept: bool = True) -> Iterator[memoryview]:
     """The tensor's bytes in row-major order: its own memory where that will do, else small copies.
 
-    Of a device's tensor a piece is good until the next one is asked for.
+    `kept=False`: the caller is done with a piece when it asks for the next one, so copies of a device's tensor may
+    take turns in the same memory.
     """
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
     if not device.is_host(tensor):
-        for _, part in Downloads[None](window=0).on_host([(None, tensor)]):
+        for _, part in Downloads[None](None if kept else 0).on_host([(None, tensor)]):
             yield from byte_pieces(part)
         return
     fits = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

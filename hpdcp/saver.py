@@ -243,7 +243,7 @@ class _Save:
                 pieces = iter([memoryview(data)])
                 lengths.append(len(data))
             else:
-                pieces = byte_pieces(self._planner.get_tensor(item))
+                pieces = byte_pieces(self._planner.get_tensor(item), kept=False)
                 lengths.append(item.nbytes)
             rows.append(row)
             checksums.append(block_checksums(pieces))

@@ -17,6 +17,7 @@ import torch
 
 import hpdcp
 from hpdcp import device_copy, read_engine
+from hpdcp.checkpoint_io import block_checksums, byte_pieces
 from hpdcp.device_copy import Downloads, after_the_caller
 from hpdcp.errors import InvalidArgumentError, StorageError
 from hpdcp_backends.local import LocalBackend
@@ -188,6 +189,16 @@ def test_without_a_window_all_that_was_handed_out_stays_good_and_page_locked_mem
     tensors = [(n, torch.randint(0, 255, (3000,), dtype=torch.uint8)) for n in range(50)]
     parts = [part for _, part in Downloads[int](None).on_host([(n, on_device(tensor)) for n, tensor in tensors])]
     assert torch.equal(torch.cat(parts), torch.cat([tensor for _, tensor in tensors]))
+    assert DEVICE.pinned_bytes - before <= 3 * 4096
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_pieces_of_a_tensor_stay_good_unless_their_user_says_that_it_is_done_with_them() -> None:
+    value = torch.randint(0, 255, (30_000,), dtype=torch.uint8)
+    tensor = on_device(value)
+    assert b"".join(list(byte_pieces(tensor))) == bytes(value.numpy())
+    before = DEVICE.pinned_bytes
+    assert block_checksums(byte_pieces(tensor, kept=False)) == block_checksums(byte_pieces(value))
     assert DEVICE.pinned_bytes - before <= 3 * 4096
 
 
