@@ -17,7 +17,7 @@ from hpdcp import config, registry
 from hpdcp.backend import Backend
 from hpdcp.errors import InvalidArgumentError, NotSupportedError
 from hpdcp.inspect import inspect_checkpoint
-from hpdcp.testing import BackendContract
+from hpdcp.testing import BackendContract, LayoutContract
 
 PROJECT = Path(__file__).parents[1] / "support" / "third_party"
 
@@ -47,6 +47,11 @@ class TestCupboard(BackendContract):
 
     def reopen(self, backend: Backend) -> Backend:
         return registry.open_backend(backend.url, name="cupboard")
+
+
+class TestDrawers(LayoutContract):
+    layout = "drawers"
+    least_files = 4
 
 
 def state(fill: float) -> dict[str, Any]:
