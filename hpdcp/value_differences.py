@@ -11,8 +11,10 @@ import torch
 
 from hpdcp.conversion import Parts
 
-_NUMBERS_AT_ONCE: Final = 1 << 20
-"""Elements that are looked at as numbers at a time: in float64, and with what is computed of them, about 50 MiB."""
+_NUMBERS_AT_ONCE: Final = 1 << 17
+"""Elements that are looked at as numbers at a time: in float64 a MiB, which caches hold."""
+_WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class ValueDifference:
     """Largest |a - b| of those that differ, NaN left aside; 0 where only bits do (0.0 and -0.0); None where no two of
     them can be subtracted."""
     max_rel: float | None
-    """Largest |a - b| / |b| of those, b = 0 left aside."""
+    """Largest |a - b| / |b| of those that is finite, so b = 0 is left aside; None where none is."""
     one_nan: int
     """Elements that are NaN on one side only."""
 
@@ -74,35 +76,44 @@ class Tally:
             self._compare_few(position + start, *(side[start : start + _NUMBERS_AT_ONCE] for side in (a, b)))
 
     def _compare_few(self, position: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        differ = torch.ones(a.numel(), dtype=torch.bool)
-        if a.dtype == b.dtype:
-            differ = (_elements(a) != _elements(b)).any(dim=1)
-        where = differ.nonzero().view(-1)
-        numbers = _numbers(a, where), _numbers(b, where)
-        x, y = numbers
-        if x is not None and y is not None and (self._rtol or self._atol) and _is_inexact(a.dtype, b.dtype):
-            far = ~torch.isclose(x, y, rtol=self._rtol, atol=self._atol, equal_nan=True)
-            where, x, y = where[far], x[far], y[far]
-        if not len(where):
+        differ = _differing_bits(a, b) if a.dtype == b.dtype else torch.ones(a.numel(), dtype=torch.bool)
+        if not differ.any():
             return
-        if self._first is None:
-            self._first = position + int(where[0])
-        self._differing += len(where)
-        if x is not None and y is not None:
-            self._measure(x, y)
+        x, y = _numbers(a), _numbers(b)
+        apart = None if x is None or y is None else (x - y).abs()
+        if y is not None and apart is not None and x is not None:
+            if (self._rtol or self._atol) and _is_inexact(a.dtype, b.dtype):
+                differ &= ~self._near(x, y, apart)
+                if not differ.any():
+                    return
+            self._measure(x, y, apart.masked_fill_(~differ, 0.0), differ)
+        count = int(differ.sum())
+        self._differing += count
+        if count and self._first is None:
+            self._first = position + int(differ.to(torch.uint8).argmax())
 
-    def _measure(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self._one_nan += int((x.isnan() ^ y.isnan()).sum())
-        apart = (x - y).abs()
-        apart = torch.where(x == y, torch.zeros_like(apart), apart)  # inf - inf is NaN
-        known = ~apart.isnan()
-        apart, size = apart[known], y.abs()[known]
-        if len(apart):
-            self._max_abs = max(self._max_abs or 0.0, float(apart.max()))
-        relative = (apart / size)[size > 0]
-        relative = relative[~relative.isnan()]
-        if len(relative):
-            self._max_rel = max(self._max_rel or 0.0, float(relative.max()))
+    def _near(self, x: torch.Tensor, y: torch.Tensor, apart: torch.Tensor) -> torch.Tensor:
+        """Where the tolerance lets numbers pass; infinities only where they are the same, NaN where both are."""
+        near = apart <= y.abs().mul_(self._rtol).add_(self._atol)
+        if not math.isfinite(float(apart.sum())):
+            odd = ~apart.isfinite()
+            near = torch.where(odd, (x == y) | (x.isnan() & y.isnan()), near)
+        return near
+
+    def _measure(self, x: torch.Tensor, y: torch.Tensor, apart: torch.Tensor, differ: torch.Tensor) -> None:
+        """`apart` is |x - y| where they `differ`, else 0."""
+        if math.isnan(float(apart.sum())):
+            self._one_nan += int((x.isnan() ^ y.isnan()).sum())
+            unknown = apart.isnan()  # inf - inf is, as well, but those do not differ
+            differ = differ & ~unknown
+            apart.masked_fill_(unknown, 0.0)
+        largest = float(apart.max())
+        if largest > 0 or bool(differ.any()):
+            self._max_abs = max(self._max_abs or 0.0, largest)
+        relative = apart.div_(y.abs()).nan_to_num_(0.0, 0.0, 0.0)
+        largest = float(relative.max())
+        if largest > 0:
+            self._max_rel = max(self._max_rel or 0.0, largest)
 
     def result(self) -> ValueDifference | None:
         """None where nothing differs."""
@@ -125,19 +136,28 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(x, y)
 
 
-def _elements(part: torch.Tensor) -> torch.Tensor:
-    """A row of bytes for each element."""
-    return part.view(torch.uint8).view(-1, part.element_size())
+def _differing_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Which elements differ in a bit."""
+    whole = _WHOLE.get(a.element_size())
+    if whole is None:
+        x, y = (_aligned(side).view(torch.int64).view(side.numel(), -1) for side in (a, b))
+        return (x != y).any(dim=1)
+    return _aligned(a).view(whole) != _aligned(b).view(whole)
 
 
-def _numbers(part: torch.Tensor, where: torch.Tensor) -> torch.Tensor | None:
-    """The elements at `where` as float64 or complex128; None where torch cannot say what numbers they are."""
+def _numbers(part: torch.Tensor) -> torch.Tensor | None:
+    """The elements as float64 or complex128; None where torch cannot say what numbers they are."""
     try:
-        # By their bytes: not every dtype can be indexed, and files of other writers align nothing.
-        chosen = _elements(part)[where].contiguous().view(-1).view(part.dtype)
-        return chosen.to(torch.complex128 if part.dtype.is_complex else torch.float64)
+        return _aligned(part).to(torch.complex128 if part.dtype.is_complex else torch.float64)
     except (RuntimeError, TypeError):
         return None
+
+
+def _aligned(part: torch.Tensor) -> torch.Tensor:
+    """The same elements where torch may compute with them: files of other writers align nothing."""
+    if part.data_ptr() % part.element_size() == 0:
+        return part
+    return part.view(torch.uint8).clone().view(part.dtype)
 
 
 def _is_inexact(*dtypes: torch.dtype) -> bool:
