@@ -32,7 +32,7 @@ from hpdcp.geometry import Box, flat_start, is_contiguous, missing, relative
 from hpdcp.layout import Verify
 from hpdcp.metadata import Metadata, MetadataIndex, StorageInfo
 from hpdcp.planner import LoadPlan, LoadPlanner, PlannerContext, ReadItem
-from hpdcp.read_engine import Checker, in_parallel
+from hpdcp.read_engine import BoxRead, Checker, in_parallel, read_boxes
 from hpdcp.stored import Stored
 
 STREAM_BYTES: Final = 32 << 20
@@ -80,6 +80,9 @@ class _Segment:
     run: _Run | None
     box: Box | None
     nbytes: int
+    """As it is stored."""
+    room: int
+    """Bytes it takes once it is cast."""
 
 
 class StoredTensors:
@@ -225,14 +228,16 @@ class StoredTensors:
     def _segments(self, number: int, wanted: Wanted) -> Iterator[_Segment]:
         if wanted.box.is_empty:
             return
+        itemsize = self.dtype(wanted.row).itemsize
+        growth = 1 if wanted.dtype is None else max(1, wanted.dtype.itemsize // itemsize)
         runs = self._runs(wanted)
         if runs is not None:
-            for part in (part for run in runs for part in _cut(run)):
-                yield _Segment(number, wanted, part, None, part.nbytes)
+            for part in (part for run in runs for part in _cut(run, STREAM_BYTES // growth)):
+                yield _Segment(number, wanted, part, None, part.nbytes, part.nbytes * growth)
             return
-        itemsize = self.dtype(wanted.row).itemsize
-        for box in row_blocks(wanted.box, max(1, STREAM_BYTES // itemsize)):
-            yield _Segment(number, wanted, None, box, box.volume * itemsize)
+        for box in row_blocks(wanted.box, max(1, STREAM_BYTES // growth // itemsize)):
+            nbytes = box.volume * itemsize
+            yield _Segment(number, wanted, None, box, nbytes, nbytes * growth)
 
     def _runs(self, wanted: Wanted) -> list[_Run] | None:
         """The stored runs that are the wanted elements in row-major order; None where they are not runs."""
@@ -245,13 +250,7 @@ class StoredTensors:
             within = relative(part, have)
             if not is_contiguous(part, shape) or not is_contiguous(within, have.sizes):
                 return None
-            stored = self.metadata.storage_info(chunk_row)
-            if stored.length != have.volume * itemsize:
-                raise CorruptCheckpointError(
-                    f"{self.metadata.entries.fqns[wanted.row]!r}: {list(have.sizes)} of "
-                    f"{self.metadata.entries.dtype(wanted.row)} is not {stored.length} bytes; the metadata of "
-                    f"{self._reader.backend.url} is damaged."
-                )
+            stored = self._extent(self.metadata.resolve(wanted.row), chunk_row, have.sizes)
             begin = flat_start(part, shape)
             run = _Run(stored, flat_start(within, have.sizes) * itemsize, part.volume * itemsize)
             found.append((begin, begin + part.volume, run))
@@ -285,8 +284,8 @@ class StoredTensors:
         found: deque[tuple[int, torch.Tensor]] = deque()
         for segment, part in zip(block, parts, strict=True):
             assert part is not None
-            dtype = segment.wanted.dtype
-            found.append((segment.number, part if dtype is None else self._cast(part, dtype)))
+            cast = segment.wanted.dtype
+            found.append((segment.number, part if cast is None else self._cast(part, cast)))
         return found
 
     def _cast(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -339,8 +338,29 @@ class StoredTensors:
             assert segment.box is not None and part is not None
             targets[_index(self.metadata, segment.wanted.row, segment.box)] = part.view(segment.box.sizes)
             items += self._items(segment.wanted.row, segment.box, segment.box)
-        if items:
-            self._reader.execute_read(LoadPlan.build(items), FillTargets(lambda item: targets[item.dest_index]))
+        planner = FillTargets(lambda item: targets[item.dest_index])
+        if self.is_plain:
+            # By the engine itself: this checker remembers from block to block what it has compared.
+            reads = [self._box_read(item, planner.acquire_tensor(item)) for item in items]
+            read_boxes(self._reader.backend, reads, self._checker)
+        elif items:
+            self._reader.execute_read(LoadPlan.build(items), planner)
+
+    def _box_read(self, item: ReadItem, target: torch.Tensor) -> BoxRead:
+        row, (_, sizes) = int(self.metadata.chunks.entry[item.storage_row]), self.metadata.chunks.box(item.storage_row)
+        stored = self._extent(row, item.storage_row, sizes)
+        box = Box(item.storage_offsets, item.lengths)
+        return BoxRead(item.dest_index.fqn, stored, self.dtype(row), sizes, box, target)
+
+    def _extent(self, row: int, chunk_row: int, sizes: tuple[int, ...]) -> StorageInfo:
+        """Where a chunk is stored, plainly, once its length is known to fit."""
+        stored = self.metadata.storage_info(chunk_row)
+        if stored.length != math.prod(sizes) * self.dtype(row).itemsize:
+            raise CorruptCheckpointError(
+                f"{self.metadata.entries.fqns[row]!r}: {list(sizes)} of {self.metadata.entries.dtype(row)} is not "
+                f"{stored.length} bytes; the metadata of {self._reader.backend.url} is damaged."
+            )
+        return stored
 
 
 class FillTargets(LoadPlanner):
@@ -409,20 +429,20 @@ def _blocks(segments: Iterable[_Segment]) -> Iterator[list[_Segment]]:
     block: list[_Segment] = []
     held = 0
     for segment in segments:
-        if block and held + segment.nbytes > STREAM_BYTES:
+        if block and held + segment.room > STREAM_BYTES:
             yield block
             block, held = [], 0
         block.append(segment)
-        held += segment.nbytes
+        held += segment.room
     if block:
         yield block
 
 
-def _cut(run: _Run) -> Iterator[_Run]:
-    """The run in parts of at most `STREAM_BYTES`, cut where checksums end."""
+def _cut(run: _Run, most: int) -> Iterator[_Run]:
+    """The run in parts of at most `most` bytes, cut where checksums end as far as that is a multiple of theirs."""
     position, end = run.start, run.start + run.nbytes
     while position < end:
-        stop = min((position // STREAM_BYTES + 1) * STREAM_BYTES, end)
+        stop = min((position // most + 1) * most, end)
         yield _Run(run.stored, position, stop - position)
         position = stop
 
