@@ -21,7 +21,6 @@ from hpdcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     CommitUncertainError,
-    HpdcpError,
     InvalidArgumentError,
     KeyNotFoundError,
     StorageError,
@@ -166,7 +165,7 @@ class Attempt:
         publish_or_doubt(self.backend, METADATA, metadata.to_bytes())
         try:
             self._clean_up(metadata, keep_replaced_for)
-        except HpdcpError as error:
+        except Exception as error:  # noqa: BLE001  # an error from here would have the published files removed
             # The checkpoint is whole and published; what could not be removed only takes room.
             log_message(logging.WARNING, f"{self.backend.url}: old files could not be removed: {error}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from hpdcp.layout import FileNaming, Layout
 from hpdcp.metadata import Metadata
 from hpdcp.planner import PlannerContext, SavePlan, SavePlanner
 from hpdcp.storage import WriteResults
+from hpdcp.timing import log_message
 
 _ordinals: dict[tuple[str, str, int], itertools.count[int]] = {}
 """(run, folder, world size) → this process's saves there that are counted at the door, so that all ranks agree."""
@@ -207,7 +209,10 @@ class SaveByRank(FolderSave):
     def commit(self, metadata: Metadata) -> Metadata:
         whole = self._whole(metadata, self.attempt)
         publish_or_doubt(self.backend, rank_metadata_key(self.context.rank), whole.to_bytes())
-        self.backend.delete(self._replaced - set(whole.files))
+        try:
+            self.backend.delete(self._replaced - set(whole.files))
+        except Exception as error:  # noqa: BLE001  # an error from here would have the published files removed
+            log_message(logging.WARNING, f"{self.backend.url}: old files could not be removed: {error}")
         return whole
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import hpdcp
 from hpdcp.commit import CLAIM, METADATA, Attempt, Claim
+from hpdcp.errors import StorageError
 from hpdcp.metadata import Metadata
 from hpdcp_backends.local import LocalBackend
 
@@ -22,6 +24,12 @@ def state(value: float = 1.0) -> dict[str, object]:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def loaded(folder: Path, *, no_dist: bool = False) -> float:
+    found = {"w": torch.zeros(4)}
+    hpdcp.load(found, checkpoint_id=folder, no_dist=no_dist)
+    return float(found["w"][0])
 
 
 def age(*paths: Path, hours: float = 25) -> None:
@@ -181,3 +189,30 @@ def test_what_a_writer_that_was_killed_while_publishing_left_goes_after_a_day(tm
     assert not old.exists()
     assert young.exists()
     assert mine.exists()
+
+
+def test_a_save_whose_clean_up_fails_keeps_what_it_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise KeyError("an answer without the field that all others have")
+
+    monkeypatch.setattr(LocalBackend, "remove_leftovers", refuse)
+    hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert loaded(tmp_path) == 2.0
+
+
+def test_a_rank_alone_whose_old_files_cannot_be_removed_keeps_what_it_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = hpdcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
+    delete = LocalBackend.delete
+
+    def fail_once(self: LocalBackend, keys: Iterable[str]) -> None:
+        monkeypatch.setattr(LocalBackend, "delete", delete)
+        raise StorageError(f"cannot delete {sorted(keys)}: the store is away for a moment")
+
+    monkeypatch.setattr(LocalBackend, "delete", fail_once)
+    hpdcp.save(state(2.0), checkpoint_id=tmp_path, no_dist=True)
+    assert loaded(tmp_path, no_dist=True) == 2.0
+    assert set(old.files) <= names(tmp_path)
