@@ -222,7 +222,7 @@ class S3Backend(Backend):
         names = {self._name(key): key for key in keys}
         failures: dict[str, RequestFailedError] = {}
         single = [name for name in names if _CONTROL.search(name)]  # XML cannot hold these
-        together = [name for name in names if name not in set(single)]
+        together = [name for name in names if not _CONTROL.search(name)]
         for start in range(0, len(together), _DELETED_AT_ONCE):
             failures |= self._delete_batch(together[start : start + _DELETED_AT_ONCE])
         failures |= self._delete_singly(single)
@@ -310,13 +310,17 @@ class S3Backend(Backend):
         if len(names) == 1:
             return self._delete_singly(names)
         failures: dict[str, RequestFailedError] = {}
+        left = names
 
         def request() -> None:
-            nonlocal failures, names
-            failures = self._client.delete_many(names)
-            names = [name for name, failure in failures.items() if failure.temporary]
-            if names:
-                raise failures[names[0]]
+            nonlocal left
+            found = self._client.delete_many(left)
+            for name in left:
+                failures.pop(name, None)
+            failures.update(found)
+            left = [name for name, failure in found.items() if failure.temporary]
+            if left:
+                raise found[left[0]]
 
         try:
             self._retries.call(request)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import crc32c
 import pytest
 
-from hpdcp.errors import InvalidArgumentError, KeyNotFoundError
+from hpdcp.errors import InvalidArgumentError, KeyNotFoundError, StorageError
 from hpdcp_backends._s3_client import Body, S3Client
 from hpdcp_backends._s3_errors import Place, RequestFailedError, StoppedError, answered
 from hpdcp_backends._s3_options import S3Options
@@ -232,3 +233,21 @@ def test_what_follows_the_bucket_is_literal(given: str, url: str) -> None:
 def test_tunables_out_of_range_are_refused(tunables: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(tunables))):
         S3Backend("s3://bucket/x", **tunables)
+
+
+def test_a_key_that_may_not_be_deleted_is_told_though_others_take_a_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = S3Backend("s3://bucket/run", storage_options=KEYS, retries=1)
+    forbidden = RequestFailedError("AccessDenied", "", status=403)
+    busy = RequestFailedError("SlowDown", "", temporary=True)
+    answers = iter([{"run/a": forbidden, "run/b": busy}, {}])
+    asked: list[list[str]] = []
+
+    def delete_many(names: Sequence[str]) -> dict[str, RequestFailedError]:
+        asked.append(list(names))
+        return next(answers)
+
+    monkeypatch.setattr(backend._client, "delete_many", delete_many)
+    with pytest.raises(StorageError, match="AccessDenied") as caught:
+        backend.delete(["a", "b", "c"])
+    assert "'a'" in str(caught.value)
+    assert asked == [["run/a", "run/b", "run/c"], ["run/b"]]
