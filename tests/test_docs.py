@@ -57,7 +57,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("page", [page for page in RUNNABLE if wants_a_bucket(page)], ids=name_of)
 def test_the_code_of_a_page_about_s3_runs_against_a_server(page: Path, tmp_path: Path, s3_server: S3Server) -> None:
-    # In a process of its own: a background worker keeps the environment that it was started with.
+    # In a process of its own, whose variables name the server.
     place = s3_server.new_prefix()
     script = tmp_path / "page.py"
     script.write_text("\n".join(code for file, code in blocks(page) if not file).replace(BUCKET, place))
