@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hpdcp import device
-from hpdcp.backend import Backend, ByteRange
+from hpdcp.backend import Backend, ByteRange, KeyInfo
 from hpdcp.container import StringColumn
 from hpdcp.errors import (
     CorruptCheckpointError,
@@ -205,6 +205,18 @@ def _document(backend: Backend, path: str) -> tuple[str, bytes]:
     raise CorruptCheckpointError(f"{backend.url} has lost {path}/{NODE} while it was read.")
 
 
+def _folders(found: Sequence[KeyInfo]) -> dict[str, list[str]]:
+    """Folder → the folders in it, and the documents that describe it."""
+    inside: dict[str, dict[str, None]] = {}
+    for info in found:
+        *folders, name = info.key.split("/")
+        for depth, folder in enumerate(folders):
+            inside.setdefault("/".join(folders[:depth]), {})[folder] = None
+        if name in (NODE, ".zarray", ".zgroup", ".zattrs", ".zmetadata"):
+            inside.setdefault("/".join(folders), {})[name] = None
+    return {folder: list(names) for folder, names in inside.items()}
+
+
 def _store(backend: Backend) -> Any:
     """The backend as a store that zarr reads from."""
     from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
@@ -240,6 +252,7 @@ def _store(backend: Backend) -> Any:
 
         def __init__(self) -> None:
             super().__init__(read_only=True)
+            self._folders: Mapping[str, list[str]] | None = None
 
         def __eq__(self, other: object) -> bool:
             return self is other
@@ -273,10 +286,10 @@ def _store(backend: Backend) -> Any:
                     yield key
 
         async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-            below = prefix.strip("/")
-            found = await asyncio.to_thread(backend.list_keys, below, recursive=True)
-            cut = len(below) + 1 if below else 0
-            for name in dict.fromkeys(info.key[cut:].partition("/")[0] for info in found):
+            # Once for all: zarr asks for each group. Files beside the hierarchy are none of its business.
+            if self._folders is None:
+                self._folders = _folders(await asyncio.to_thread(backend.list_keys, recursive=True))
+            for name in self._folders.get(prefix.strip("/"), ()):
                 yield name
 
     return BackendStore()
