@@ -84,7 +84,7 @@ class Worker:
         try:
             self._take_segments(message)
             job = Job.from_message(message)
-            take_environment(job.environment)
+            take_environment(job.environment, job.search_path)
             # A bar in the background would draw over whatever the trainer shows by then.
             with config.using(**{**job.settings(), "progress": "never"}):
                 timing.set_rank(job.rank)

@@ -142,6 +142,8 @@ class Job:
     """The configuration of the call, pickled: options of third parties' backends may be anything."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The trainer's variables at the call: credentials are renewed there while the worker lives."""
+    search_path: Sequence[str] = ()
+    """Where the trainer looks for modules at the call: packages of backends may have been added."""
 
     def settings(self) -> dict[str, Any]:
         """Arguments of `config.using` that make the worker's configuration the call's."""
@@ -173,6 +175,7 @@ class Job:
             "known": list(self.known),
             "wave_bytes": self.wave_bytes,
             "environment": dict(self.environment),
+            "search_path": list(self.search_path),
         }
         payload = pack_columns({name: np.frombuffer(data, dtype=np.uint8) for name, data in parts.items()}, {})
         return facts, payload
@@ -201,6 +204,7 @@ class Job:
             failure=facts["failure"],
             config=parts["config"],
             environment=facts["environment"],
+            search_path=facts["search_path"],
         )
 
 

@@ -41,7 +41,7 @@ from hpdcp.standard_planner import StandardSavePlanner
 from hpdcp.storage import StorageWriter
 from hpdcp.timing import log_message, timed
 from hpdcp.worker_link import Message
-from hpdcp.worker_process import WorkerProcess
+from hpdcp.worker_process import WorkerProcess, search_path
 
 _LOOK_SECONDS: Final = 0.2
 
@@ -253,6 +253,7 @@ class _Call:
             failure="" if failure is None else f"{type(failure).__name__}: {failure}",
             config=settings,
             environment=dict(os.environ),
+            search_path=search_path(),
         )
         worker.plans |= {plan.plan_id for plan in stage.plans}
         response = AsyncSaveResponse(self._place)

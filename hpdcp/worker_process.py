@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hpdcp.arena import Arena
@@ -19,14 +20,22 @@ from hpdcp.worker_link import Link, Message
 _DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
-def take_environment(variables: Mapping[str, str]) -> None:
-    """In the worker: have the trainer's variables, but for those that the worker was started with on purpose."""
+def search_path() -> list[str]:
+    """Where this process looks for modules, as another one can."""
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+def take_environment(variables: Mapping[str, str], path: Sequence[str]) -> None:
+    """In the worker: have the trainer's variables, but for those that the worker was started with on purpose, and look
+    for modules where it does."""
     own = {"PYTHONPATH", *_DEVICES}
     for name in os.environ.keys() - variables.keys() - own:
         del os.environ[name]
     for name, value in variables.items():
         if name not in own and os.environ.get(name) != value:
             os.environ[name] = value
+    sys.path += [entry for entry in path if entry not in sys.path]
+    importlib.invalidate_caches()
 
 
 class WorkerProcess:
@@ -39,7 +48,7 @@ class WorkerProcess:
         self.plans: set[int] = set()
         """Ids of the plans it was given or made."""
         self._link, theirs = Link.pair()
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        path = os.pathsep.join(search_path())
         hidden = dict.fromkeys(_DEVICES, "")
         try:
             self._process = subprocess.Popen(

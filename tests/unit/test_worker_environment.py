@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,16 @@ def test_the_worker_takes_what_changed_and_keeps_what_is_its_own(monkeypatch: py
         monkeypatch.setenv(name, value)
     kept = {name: value for name, value in os.environ.items() if name not in ("OLD_TOKEN", "TOKEN", "PYTHONPATH")}
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    take_environment({**kept, "PYTHONPATH": "theirs", "CUDA_VISIBLE_DEVICES": "0,1", "TOKEN": "new"})
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
+    take_environment(
+        {**kept, "PYTHONPATH": "theirs", "CUDA_VISIBLE_DEVICES": "0,1", "TOKEN": "new"}, ["/added", *sys.path]
+    )
     assert os.environ["TOKEN"] == "new"
     assert "OLD_TOKEN" not in os.environ
     assert os.environ["PYTHONPATH"] == "own"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert sys.path == [*before, "/added"]
 
 
 def test_a_variable_set_after_the_first_save_holds_for_the_next(
