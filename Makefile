@@ -26,6 +26,7 @@ $(VENV)/.services: $(STAMP) tests/services/requirements.txt
 
 docs: venv ## write the pages that are made from docstrings
 	$(BIN)/python docs/reference/make_configuration.py
+	$(BIN)/python docs/reference/make_commands.py
 
 lint: venv ## ruff, mypy and the floors
 	$(BIN)/ruff check .
