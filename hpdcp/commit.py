@@ -235,19 +235,20 @@ FIXED_NAME: Final = re.compile(r"(?:^|/)(?:zarr\.json|c(?:/[0-9]+)*)$")
 
 
 def publish_or_doubt(backend: Backend, key: str, data: bytes) -> None:
-    """Publish `data`; an error means that the old bytes are still there, unless it is a CommitUncertainError."""
+    """Publish `data`; an error means that the old bytes are there and stay, unless it is a CommitUncertainError."""
     try:
         backend.publish(key, data)
     except StorageError as error:
         try:
-            if read_or_none(backend, key) != data:
+            if read_or_none(backend, key) != data and not error.may_be_done:
                 raise
         except StorageError as second:
             if second is error:
                 raise
         raise CommitUncertainError(
-            f"{backend.url}: publishing {key} failed half-way ({error}). The new checkpoint may be in place but "
-            "not safe against a power failure; none of its files were removed. Save again once the storage is sound."
+            f"{backend.url}: publishing {key} failed half-way ({error}). The new checkpoint may be in place and not "
+            "yet safe against a power failure, or appear later; none of its files were removed. Save again once the "
+            "storage is sound."
         ) from error
 
 

@@ -133,6 +133,9 @@ class NotSupportedError(HpdcpError, NotImplementedError):
 class StorageError(HpdcpError, OSError):
     """A store could not do what was asked; the message names the key."""
 
+    may_be_done: bool = False
+    """Whether the store may do it all the same, now or later: an answer was lost, or a gateway did not wait for it."""
+
 
 class KeyNotFoundError(StorageError, FileNotFoundError):
     """The store holds nothing under the key."""

@@ -106,6 +106,8 @@ class RequestFailedError(Exception):
         """Whether the same request may succeed a moment later."""
         self.unreachable = unreachable
         """Whether no connection was made, so that the server has not seen the request."""
+        self.may_be_done = False
+        """Whether the server may do what was asked all the same, at this try or at one before it."""
 
     @property
     def doubtful(self) -> bool:

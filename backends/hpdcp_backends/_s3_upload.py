@@ -166,8 +166,9 @@ class Upload:
                 self._retries.call(
                     lambda: self._client.put(self._key, body, mark=self._mark), stop=self._stop, doubts=doubts
                 )
-            except RequestFailedError:
+            except RequestFailedError as failure:
                 if not doubts or not self._is_stored(len(body)):
+                    failure.may_be_done = bool(doubts)
                     raise
 
         running = self._pool.submit(send)

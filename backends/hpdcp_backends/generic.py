@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, TypeVar
 from urllib.parse import quote
@@ -52,6 +51,7 @@ from hpdcp_backends._fsspec_stores import (
     sync_folder,
     version_of,
 )
+from hpdcp_backends._threads import Threads
 
 _T = TypeVar("_T")
 
@@ -276,6 +276,12 @@ class GenericBackend(Backend):
         path = self._path(key)
         views = checked_buffers(key, ranges, into)
         wanted = fetches(ranges, views, gap=self.coalesce_gap, most_bytes=self.max_read_bytes)
+        empty = [range_ for range_ in ranges if not range_.length]
+        if empty or not ranges:
+            size = self.size(key)
+            for range_ in empty:
+                if range_.stop > size:
+                    raise truncated(key, self.url, range_, size)
         if len(wanted) <= 1:
             for fetch in wanted:
                 self._fetch(key, path, fetch)
@@ -331,7 +337,7 @@ class GenericBackend(Backend):
             for work in works:
                 work()
             return
-        with ThreadPoolExecutor(min(self._requests, len(works)), thread_name_prefix="hpdcp-fsspec") as pool:
+        with Threads(min(self._requests, len(works)), thread_name_prefix="hpdcp-fsspec") as pool:
             running = [pool.submit(work) for work in works]
             try:
                 for future in running:

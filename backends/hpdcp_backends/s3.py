@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Final
@@ -28,6 +28,7 @@ from hpdcp_backends._s3_options import S3Options
 from hpdcp_backends._s3_readers import Got, Reader, open_reader
 from hpdcp_backends._s3_retry import Retries
 from hpdcp_backends._s3_upload import PartCutter, Upload, part_size
+from hpdcp_backends._threads import Threads
 
 _LOG: Final = logging.getLogger(__name__)
 _URL: Final = re.compile(r"(?i:s3a?)://([^/]+)/*(.*)", re.DOTALL)
@@ -131,7 +132,7 @@ class S3Backend(Backend):
             bucket, S3Options.parse(storage_options), connections=read_in_flight + write_in_flight + 2
         )
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Threads | None = None
         self._reader: Reader | None = None
 
     def prepare(self) -> None:
@@ -347,10 +348,10 @@ class S3Backend(Backend):
     def _name(self, key: str) -> str:
         return self._prefix + checked_key(key)
 
-    def _threads(self) -> ThreadPoolExecutor:
+    def _threads(self) -> Threads:
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._requests, thread_name_prefix="hpdcp-s3")
+                self._pool = Threads(self._requests, thread_name_prefix="hpdcp-s3")
             return self._pool
 
     def _place(self) -> Place:
@@ -361,7 +362,9 @@ class S3Backend(Backend):
         try:
             yield
         except RequestFailedError as failure:
-            raise self._place().error(self._named(failure), doing=doing, key=key) from failure
+            error = self._place().error(self._named(failure), doing=doing, key=key)
+            error.may_be_done = failure.may_be_done
+            raise error from failure
 
     def _named(self, failure: RequestFailedError) -> RequestFailedError:
         """`failure`, or what a request with a body in its answer says where `failure` is a bare status of HEAD."""

@@ -382,6 +382,16 @@ class BackendContract(ABC):
 
     # Reading
 
+    def test_nothing_to_read_is_asked_for_all_the_same(self, backend: Backend, other: Backend) -> None:
+        nothing = memoryview(bytearray())
+        for ranges in ([], [ByteRange(0, 0)]):
+            with pytest.raises(KeyNotFoundError):
+                backend.read_ranges("key", ranges, [nothing] * len(ranges))
+        put(backend, "key", b"12345")
+        other.read_ranges("key", [ByteRange(5, 0)], [nothing])
+        with pytest.raises(KeyTruncatedError):
+            other.read_ranges("key", [ByteRange(6, 0)], [nothing])
+
     def test_ranges_fill_their_buffers(self, backend: Backend, other: Backend) -> None:
         data = random.Random(2).randbytes(100_000)
         put(backend, "key", data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 
 import hpdcp
 from hpdcp.errors import CommitUncertainError, HpdcpError, StorageError
+from hpdcp_backends._s3_client import Body, S3Client
 from tests.faults.s3_faults import ENGINES, ONCE, Engine, by_name, check_sound, loaded_step, settings, state
 from tests.services.s3 import READER_KEYS, STRANGER_KEYS
 from tests.support.proxy import Answer, CutAnswer, Fault, LoseAnswer, Proxy, Rule
@@ -148,3 +150,24 @@ def test_a_commit_of_which_nothing_can_be_learned_says_so_and_removes_nothing(
     metadata = hpdcp.save(state(3), checkpoint_id=url)
     assert loaded_step(url) == 3
     assert set(metadata.files) <= set(s3_server.objects(url))
+
+
+def test_a_commit_that_the_store_does_after_its_last_answer_loads(
+    s3_server: S3Server, s3_proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[tuple[str, bytes]] = []
+    put = S3Client.put
+
+    def held_back(self: S3Client, key: str, body: Body, *, mark: str) -> None:
+        if key.endswith("/.metadata"):
+            late.append((key, b"".join(iter(lambda: bytes(body.read()), b""))))
+        put(self, key, body, mark=mark)
+
+    monkeypatch.setattr(S3Client, "put", held_back)
+    s3_proxy.add(Rule(Answer(504, "GatewayTimeout"), "PutObject", r"/\.metadata$", times=None))
+    with pytest.raises(CommitUncertainError, match="GatewayTimeout"):
+        hpdcp.save(state(2), checkpoint_id=url)
+    assert loaded_step(url) == 1
+    with contextlib.closing(s3_server.client()) as client:
+        client.put_object(Bucket=s3_server.bucket, Key=late[0][0], Body=late[0][1])
+    assert loaded_step(url) == 2

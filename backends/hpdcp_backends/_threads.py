@@ -1,0 +1,34 @@
+"""Threads for requests, in an interpreter that may be ending."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+_Arguments = ParamSpec("_Arguments")
+_Made = TypeVar("_Made")
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool whose work is done by whoever submits it once the interpreter has begun to end.
+
+    By then Python's own pools take nothing more, and a save in an `atexit` handler, or in a thread that outlives the
+    main one, would fail.
+    """
+
+    def submit(
+        self, fn: Callable[_Arguments, _Made], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> Future[_Made]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            # Any other one, such as for want of threads, comes when the work is in the queue already.
+            if "cannot schedule new futures" not in str(error):
+                raise
+        done: Future[_Made] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001  # for whoever asks for the result
+            done.set_exception(error)
+        return done
