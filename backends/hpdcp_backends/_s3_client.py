@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -170,6 +171,9 @@ class S3Client:
                 client = self.options.connect(self._session, connections=self._connections)
                 self._additional = _parameters_by_operation(client, self.options.additional)
                 self._client = client
+                # Its parts refer to one another: without this its connections stay until garbage is collected, which
+                # training jobs often switch off.
+                weakref.finalize(self, client.close).atexit = False
 
     @property
     def endpoint(self) -> str:

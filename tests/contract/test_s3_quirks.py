@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 from hpdcp.backend import ByteRange
 from hpdcp.errors import InvalidArgumentError, KeyNotFoundError, KeyTruncatedError, StorageError
+from hpdcp.metadata import Metadata
 from hpdcp_backends.s3 import S3Backend
 from tests.support.proxy import Do, LoseAnswer, Proxy, Rule, Slow, Stall
 from tests.support.s3 import S3Server
@@ -353,3 +355,56 @@ def test_a_child_forked_from_a_process_that_used_obstore_reads_with_botocore(
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_process_that_ends_saves_and_removes_all_the_same(s3_server: S3Server, url: str) -> None:
+    program = """
+        import atexit, sys
+        import torch
+        import hpdcp
+        from hpdcp.registry import open_backend
+
+        def save_at_the_end():
+            for step in (1, 2):
+                hpdcp.save({"w": torch.full((2 << 20,), step), "step": step}, checkpoint_id=sys.argv[1])
+            with open_backend(sys.argv[1]) as backend:
+                backend.delete(["a", "b"])
+
+        atexit.register(save_at_the_end)
+    """
+    small = {"HPDCP_BACKENDS__S3__PUT_BELOW": "5MiB", "HPDCP_BACKENDS__S3__PART_BYTES": "5MiB"}
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), url],
+        env={**os.environ, **s3_server.environment(), **small},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stderr == ""
+    with open_backend(s3_server, url) as backend:
+        found = Metadata.from_bytes(backend.read(".metadata"), where=url)
+        assert {info.key for info in backend.list_keys()} == {".metadata", ".attempt", *found.files}
+
+
+def test_a_backend_that_nobody_closed_leaves_no_connection_though_garbage_is_not_collected(
+    s3_server: S3Server, url: str
+) -> None:
+    def sockets() -> int:
+        names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(name).startswith("socket:") for name in names if os.path.lexists(name))
+
+    def use() -> None:
+        backend = open_backend(s3_server, url, engine="botocore")
+        backend.publish("key", bytes(100))
+        assert backend.size("key") == 100
+
+    use()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sockets()
+        for _ in range(3):
+            use()
+        assert sockets() <= before
+    finally:
+        gc.enable()
