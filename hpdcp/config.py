@@ -276,7 +276,14 @@ def parse_size(value: object) -> int:
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGTP])(i)?B|B)?", re.IGNORECASE)
 _SIZE_WITH_UNIT: Final = re.compile(r"\d+(?:\.\d+)?\s*(?:[KMGTP]i?)?B", re.IGNORECASE)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_SECRET: Final = re.compile(r"secret|token|passw|credential|sas|(^|_)key($|_id$)|api_?key|account_key", re.IGNORECASE)
+_SECRET: Final = re.compile(
+    r"secret|token|pass(w|phrase)|credential|sas|connection_?string|authorization|cookie|(^|_)p?key($|_id$)|api_?key"
+    r"|account_?key|customer_?key",
+    re.IGNORECASE,
+)
+
+_PASSWORD: Final = re.compile(r"(://[^/:@]*:)[^/]*(@)")
+"""In a URL, as `backend.without_password` has it."""
 
 _NOT_KEYS: Final = ("HPDCP_CONFIG", "HPDCP_RUN_ID", "HPDCP_TRACE")
 _NOT_KEY_PREFIXES: Final = ("HPDCP_TEST_", "HPDCP_S3_")
@@ -582,7 +589,11 @@ def _overlay(below: Mapping[str, object], over: Mapping[str, object]) -> dict[st
 def _masked(key: str, value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_masked(str(name), entry)}" for name, entry in value.items()) + "}"
-    return "'***'" if _SECRET.search(key) and isinstance(value, (str, bytes)) else repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_masked(key, entry) for entry in value) + "]"
+    if isinstance(value, (str, bytes)) and _SECRET.search(key):
+        return "'***'"
+    return repr(_PASSWORD.sub(r"\1***\2", value) if isinstance(value, str) else value)
 
 
 def _all_keys() -> list[str]:

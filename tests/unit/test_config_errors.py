@@ -169,6 +169,32 @@ def test_what_looks_like_a_secret_is_masked_where_it_is_shown() -> None:
     assert Setting("backends.s3.storage_options.endpoint", "http://x", "").shown == "'http://x'"
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("connection_string", "AccountName=a;AccountKey=s3cr3t"),
+        ("s3_additional_kwargs", {"SSECustomerKey": "s3cr3t"}),
+        ("client_kwargs", {"headers": {"Authorization": "Bearer s3cr3t"}}),
+        ("passphrase", "s3cr3t"),
+        ("pkey", "s3cr3t"),
+        ("endpoint_url", "https://user:s3cr3t@objects.example.org"),
+        ("config_kwargs", {"proxies": {"https": "http://user:s3cr3t@proxy:3128"}}),
+        ("tokens", ["s3cr3t"]),
+    ],
+)
+def test_secrets_of_stores_and_passwords_in_urls_are_masked(key: str, value: object) -> None:
+    with using(backends={"fsspec": {"storage_options": {key: value}}}):
+        shown = {setting.key: setting.shown for setting in effective()}
+    assert "s3cr3t" not in shown[f"backends.fsspec.storage_options.{key}"]
+
+
+def test_the_password_in_the_prefix_of_a_route_is_masked() -> None:
+    with using(routes=[{"prefix": "sftp://user:s3cr3t@host/run", "backend": "fsspec"}]):
+        (shown,) = (setting.shown for setting in effective() if setting.key == "routes[0]")
+    assert "s3cr3t" not in shown
+    assert "sftp://user:***@host/run" in shown
+
+
 def test_a_secret_in_the_wrong_place_is_not_repeated_in_the_error() -> None:
     with pytest.raises(InvalidArgumentError) as caught, using(backend={"secret": "s3cr3t"}):  # type: ignore[arg-type]
         pytest.fail("the block must not run")
