@@ -139,14 +139,21 @@ class Mailbox(FramedExchange):
         missing = dict(keys)
         found: dict[int, bytes] = {}
         lost: dict[int, PeerLostError] = {}
+        departed: set[int] = set()
+        """Those that had left by the listing before."""
         last = time.monotonic()
         pauses = _pauses()
         while missing:
             there = {info.key for info in self._backend.list_keys(self._folder)}
             read = self._read_all({rank: key for rank, key in missing.items() if key in there})
             found |= read
-            for rank in [rank for rank in missing if rank not in read and _death_key(self._folder, rank) in there]:
-                lost[rank] = PeerLostError(f"{step}: the background worker of rank {rank} died.")
+            for rank in [rank for rank in missing if rank not in read]:
+                if _death_key(self._folder, rank) in there:
+                    lost[rank] = PeerLostError(f"{step}: the background worker of rank {rank} died.")
+                elif rank in departed and missing[rank] not in there:
+                    lost[rank] = PeerLostError(f"{step}: rank {rank} gave up. Look at its output for the error.")
+            # A listing may have begun before the message came, and ended after its rank had left.
+            departed = {rank for rank in missing if self._key("DONE", rank, last=True) in there}
             missing = {rank: key for rank, key in missing.items() if rank not in found and rank not in lost}
             if read:
                 last, pauses = time.monotonic(), _pauses()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpdcp.commit import Attempt
-from hpdcp.errors import CorruptCheckpointError, HpdcpError, PeerLostError, StateDictError
+from hpdcp.errors import CorruptCheckpointError, HpdcpError, PeerLostError, StateDictError, StorageError
 from hpdcp.mailbox import Mailbox, mailbox_folder, tell_of_death
 from hpdcp_backends.local import LocalBackend
 
@@ -155,6 +155,33 @@ def test_a_rank_known_to_be_dead_ends_the_wait_at_once(tmp_path: Path) -> None:
     assert [type(error) for error in errors] == [PeerLostError] * 3
     assert all("worker of rank 3 died" in str(error) for error in errors)
     assert time.monotonic() - began < 10
+
+
+def test_a_rank_that_leaves_since_it_cannot_send_ends_the_wait_long_before_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = LocalBackend.publish
+
+    def fail(self: LocalBackend, key: str, data: bytes) -> None:
+        if key.endswith("STORAGE_DATA_1"):
+            raise StorageError(f"cannot publish {key}: the store is away for a moment")
+        publish(self, key, data)
+
+    monkeypatch.setattr(LocalBackend, "publish", fail)
+
+    def work(rank: int) -> str:
+        mailbox = opened(tmp_path, rank, deadline=3600.0, world=2)
+        try:
+            with pytest.raises(HpdcpError) as caught:
+                mailbox.conclude("saving", lambda: b"", lambda parts: b"")
+            return str(caught.value)
+        finally:
+            mailbox.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(work, range(2)))
+    assert "rank 1 gave up" in told[0]
+    assert "away for a moment" in told[1]
 
 
 def test_a_rank_that_dies_after_its_last_word_loses_nothing(tmp_path: Path) -> None:
