@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +19,7 @@ import torch
 
 from hpdcp import device
 from hpdcp.backend import spare_cores
+from hpdcp.device_staging import lock_pages
 from hpdcp.errors import StorageError
 
 _ALIGNMENT: Final = 64
@@ -45,6 +46,19 @@ class Segment:
         self.size = size
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._map = mmap.mmap(descriptor, size, access=access)
+        self._lock: Callable[[], object] | None = None
+        self._asked: set[str] = set()
+
+    def page_locked(self, kind: torch.device) -> bool:
+        """Whether this kind of device copies straight into it; page-locked when first asked, all of it.
+
+        That takes all of its memory at once, which is what the state takes: only segments added for a state that has
+        grown are larger.
+        """
+        if self._lock is None and kind.type not in self._asked:
+            self._asked.add(kind.type)
+            self._lock = lock_pages(memoryview(self._map), kind)
+        return self._lock is not None
 
     @classmethod
     def create(cls, size: int) -> Segment:
@@ -65,6 +79,9 @@ class Segment:
 
     def close(self) -> None:
         """Let go of it; views that are still looked at keep the memory."""
+        if self._lock is not None:
+            self._lock()
+            self._lock = None
         os.close(self.descriptor)
 
 
@@ -99,6 +116,10 @@ class Arena:
     def memory(self, place: Place) -> memoryview:
         """The writable bytes at `place`."""
         return self.segments[place.segment].memory(place)
+
+    def page_locked(self, place: Place, kind: torch.device) -> bool:
+        """Whether this kind of device copies straight into the memory at `place`."""
+        return self.segments[place.segment].page_locked(kind)
 
     @property
     def capacity(self) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpdcp import device
+from hpdcp import device, device_copy
 from hpdcp.errors import InvalidArgumentError, PeerLostError
 from hpdcp.load_plan import LoadPlan, ReadItem, SharedPart, cut_items
 from hpdcp.metadata import Metadata, MetadataIndex
@@ -66,6 +66,8 @@ class _Unit:
     """Elements of each part."""
     nbytes: int = 0
     batch: bool = False
+    on_device: bool = False
+    """Whether it goes from device to device."""
 
     def add(self, part: SharedPart, count: int, nbytes: int) -> None:
         self.parts.append(part)
@@ -81,26 +83,30 @@ def units_of(parts: Sequence[SharedPart], batch_bytes: int) -> list[_Unit]:
     the same order, so all of them form the same batches.
     """
     units: list[_Unit] = []
-    batches: dict[tuple[Group, int, str], _Unit] = {}
-    unsaid: dict[tuple[Group, int], int] = {}
+    batches: dict[tuple[Group, int, str, bool], _Unit] = {}
+    unsaid: dict[tuple[Group, int, bool], int] = {}
     for part in parts:
         info, stored = part.info, part.stored_dtype
         count = math.prod(part.sizes)
         nbytes = count * _dtype(stored).itemsize
         if nbytes < batch_bytes:
-            key = (info.group, info.source, stored)
+            key = (info.group, info.source, stored, info.on_device)
             batch = batches.get(key)
             if batch is None or batch.nbytes + nbytes > batch_bytes:
-                batch = batches[key] = _Unit(info.group, info.source, info.transport_dtype, stored, batch=True)
+                batch = _Unit(info.group, info.source, info.transport_dtype, stored, batch=True)
+                batch.on_device = info.on_device
+                batches[key] = batch
                 units.append(batch)
             batch.add(part, count, nbytes)
             continue
-        units.append(_Unit(info.group, info.source, info.transport_dtype, stored, [part], [count], nbytes))
-        said = (info.group, info.source)
+        single = _Unit(info.group, info.source, info.transport_dtype, stored, [part], [count], nbytes)
+        single.on_device = info.on_device
+        units.append(single)
+        said = (info.group, info.source, info.on_device)
         unsaid[said] = unsaid.get(said, 0) + nbytes
         if unsaid[said] >= STATUS_BYTES:
             unsaid[said] = 0
-            units.append(_Unit(info.group, info.source, "uint8"))
+            units.append(_Unit(info.group, info.source, "uint8", on_device=info.on_device))
     return units
 
 
@@ -111,7 +117,12 @@ def _dtype(name: str) -> torch.dtype:
 
 @contextlib.contextmanager
 def broadcast_groups_for_load(
-    new: Sequence[Group], given: Mapping[Group, dist.ProcessGroup], *, me: int, timeout: timedelta
+    new: Sequence[Group],
+    given: Mapping[Group, dist.ProcessGroup],
+    *,
+    me: int,
+    timeout: timedelta,
+    backend: str = "gloo",
 ) -> Iterator[dict[Group, dist.ProcessGroup]]:
     """The `given` groups and those of `new`, which is the same on every rank; every rank enters, member or not.
 
@@ -126,7 +137,7 @@ def broadcast_groups_for_load(
     try:
         for ranks in new:
             with _peers(me, f"making a process group of the ranks {ranks}"):
-                made = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+                made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
             if me in ranks:
                 groups[ranks] = made
                 created.append(ranks)
@@ -155,9 +166,13 @@ def read_and_broadcast(
     groups: Mapping[Group, dist.ProcessGroup],
     me: int,
     batch_bytes: int,
+    device_groups: Mapping[Group, dist.ProcessGroup] | None = None,
     failure: Exception | None = None,
 ) -> None:
     """Fill every shared part of `plan`, or with a `failure` of this rank walk along, so that no other waits for it.
+
+    What goes over hosts goes through `groups`, what goes from device to device through `device_groups`; on return all
+    of it has landed.
 
     Raises:
         PeerLostError: another rank died or fell silent.
@@ -170,7 +185,8 @@ def read_and_broadcast(
     items: dict[MetadataIndex, list[ReadItem]] = {}
     for item in plan.items_at(np.flatnonzero(np.isin(plan.item_columns.boxes.entry, mine))):
         items.setdefault(item.dest_index, []).append(item)
-    _Walk(reader, _InTurn(planner), groups, me, items, failure).run(units_of(parts, batch_bytes))
+    walk = _Walk(reader, _InTurn(planner), (groups, device_groups or {}), me, items, failure)
+    walk.run(units_of(parts, batch_bytes))
 
 
 class _Walk:
@@ -178,7 +194,7 @@ class _Walk:
         self,
         reader: StorageReader,
         planner: _InTurn,
-        groups: Mapping[Group, dist.ProcessGroup],
+        groups: tuple[Mapping[Group, dist.ProcessGroup], Mapping[Group, dist.ProcessGroup]],
         me: int,
         items: Mapping[MetadataIndex, Sequence[ReadItem]],
         failure: Exception | None,
@@ -203,6 +219,9 @@ class _Walk:
                 self._step(unit, ahead)
             while self._flying:
                 self._land()
+            if any(unit.on_device for unit in units):
+                # A broadcast that was waited for is waited for by the device only; its group may go when this returns.
+                device_copy.settle()
         finally:
             ahead.close()
         if self._failure is not None:
@@ -220,7 +239,8 @@ class _Walk:
 
     def _step(self, unit: _Unit, ahead: _ReadAhead) -> None:
         if not unit.parts:
-            status = torch.tensor([self._in_trouble.is_set()], dtype=torch.uint8)
+            where = device_copy.device_buffer(1) if unit.on_device else device.empty_on_host((1,), torch.uint8)
+            status = where.fill_(int(self._in_trouble.is_set()))
             self._send(unit, status, lambda: self._heed(int(status[0]) != 0))
             return
         if unit.source == self._me:
@@ -228,11 +248,11 @@ class _Walk:
             load.say(self._in_trouble.is_set())
         else:
             load = _Load(unit, self._planner)
-            self._attempt(load.allocate)
+            self._attempt(lambda: load.allocate(receives=True))
         self._send(unit, load.wire(), lambda: self._arrived(unit, load))
 
     def _send(self, unit: _Unit, payload: torch.Tensor, landed: Callable[[], None]) -> None:
-        group = self._groups[unit.group]
+        group = self._groups[unit.on_device][unit.group]
         with _peers(self._me, _SENDING):
             work = dist.broadcast(payload, src=unit.source, group=group, async_op=True)
         assert work is not None
@@ -339,7 +359,11 @@ class _InTurn:
 
 
 class _Load:
-    """The bytes of one unit on this rank: straight in the target, or in a buffer of the wire's shape."""
+    """The bytes of one unit on this rank: straight in the target, or in a buffer of the wire's shape.
+
+    What goes from device to device is read into a buffer on the host all the same, and brought to the device when it is
+    its turn: so the device holds the `IN_FLIGHT` buffers that are on their way, and none that were read ahead.
+    """
 
     def __init__(self, unit: _Unit, planner: _InTurn) -> None:
         self._unit = unit
@@ -347,9 +371,12 @@ class _Load:
         self._boxes: list[ReadItem] = []
         self._targets: list[torch.Tensor] = []
         self._buffer: torch.Tensor | None = None
+        """On the host."""
+        self._sent: torch.Tensor | None = None
+        """The same on the device."""
 
-    def allocate(self) -> None:
-        """Take the memory that the bytes go to.
+    def allocate(self, *, receives: bool) -> None:
+        """Take the memory that the bytes go to, as a rank that receives them or as the one that reads them.
 
         Raises:
             InvalidArgumentError: the planner gave memory of another shape.
@@ -363,30 +390,46 @@ class _Load:
                     f"{part.index.fqn!r}: the planner's acquire_tensor gave a tensor of shape {list(target.shape)} for "
                     f"a box of sizes {list(part.sizes)}."
                 )
-        if unit.batch or not (unit.parts[0].info.direct and _can_receive(targets[0], unit.parts[0])):
-            size = unit.nbytes + (_TAIL_BYTES if unit.batch else 0)
-            self._buffer = device.empty_on_host((size,), torch.uint8)
-            if unit.batch:
-                self._buffer[unit.nbytes :] = 0
         self._targets = targets
+        if unit.batch or not (unit.parts[0].info.direct and _can_receive(targets[0], unit.parts[0], unit.on_device)):
+            if receives and unit.on_device:
+                self._sent = device_copy.device_buffer(self._size)
+                return
+            self._make_buffer()
+
+    @property
+    def _size(self) -> int:
+        return self._unit.nbytes + (_TAIL_BYTES if self._unit.batch else 0)
+
+    def _make_buffer(self) -> None:
+        for_device = self._unit.on_device or any(not device.is_host(target) for target in self._targets)
+        self._buffer = device_copy.host_buffer(self._size, for_device=for_device)
+        if self._unit.batch:
+            self._buffer[self._unit.nbytes :] = 0
 
     def wire(self) -> torch.Tensor:
         """What is sent or received, as one flat tensor of the transport dtype."""
-        unit = self._unit
-        dtype = _dtype(unit.transport)
-        if self._buffer is None and self._targets:
-            return self._targets[0].detach().view(-1).view(dtype)
-        if self._buffer is None:
+        dtype = _dtype(self._unit.transport)
+        if self._buffer is None and self._sent is None:
+            if self._targets:
+                return self._targets[0].detach().view(-1).view(dtype)
             # Nothing could be acquired here; the walk goes on with bytes that nobody looks at.
-            self._buffer = device.empty_on_host((unit.nbytes + (_TAIL_BYTES if unit.batch else 0),), torch.uint8)
-        return self._buffer.view(dtype)
+            self._make_buffer()
+        if self._unit.on_device and self._sent is None:
+            assert self._buffer is not None
+            self._sent = device_copy.device_buffer(self._size)
+            # In the order of the device, as the broadcast is; the memory is kept until both are done.
+            device.copy_into(self._sent, self._buffer, non_blocking=device_copy.is_pinned(self._buffer))
+        wire = self._buffer if self._sent is None else self._sent
+        assert wire is not None
+        return wire.view(dtype)
 
     def read(self, reader: StorageReader, items: Mapping[MetadataIndex, Sequence[ReadItem]]) -> None:
         """Fill the buffer, or the target itself, from storage."""
-        self.allocate()
+        self.allocate(receives=False)
         wanted: list[ReadItem] = []
         memory: _Memory = {}
-        for part, view in zip(self._unit.parts, self._views(), strict=True):
+        for part, view in zip(self._unit.parts, self._views(self._buffer), strict=True):
             for item in cut_items(items[part.index], part.offsets, part.sizes, self._unit.source):
                 begin = tuple(a - b for a, b in zip(item.dest_offsets, part.offsets, strict=True))
                 box = view
@@ -399,10 +442,11 @@ class _Load:
 
     def deliver(self) -> None:
         """Put what arrived into the targets."""
-        if self._buffer is not None and self._targets:
-            views = self._views()
+        arrived = self._buffer if self._sent is None else self._sent
+        if arrived is not None and self._targets:
+            views = self._views(arrived)
             alike = [
-                target.dtype == view.dtype and device.is_host(target)
+                target.dtype == view.dtype and target.device == view.device
                 for target, view in zip(self._targets, views, strict=True)
             ]
             if self._unit.batch and all(alike) and self._unit.stored == self._unit.transport:
@@ -414,27 +458,29 @@ class _Load:
 
     def say(self, trouble: bool) -> None:
         """Let the batch tell its receivers whether its bytes are good."""
-        self.wire()
+        if self._unit.batch and self._buffer is None:
+            self._make_buffer()
         if self._unit.batch and self._buffer is not None:
             self._buffer[self._unit.nbytes] = int(trouble)
 
     def trouble(self) -> bool:
         """Whether the batch's source said that it failed."""
-        return self._buffer is None or bool(self._buffer[self._unit.nbytes])
+        arrived = self._buffer if self._sent is None else self._sent
+        return arrived is None or bool(arrived[self._unit.nbytes].item())
 
-    def _views(self) -> list[torch.Tensor]:
+    def _views(self, buffer: torch.Tensor | None) -> list[torch.Tensor]:
         """Each part's place in the buffer, or the target itself, in the stored dtype."""
-        if self._buffer is None:
+        if buffer is None:
             return [target.detach() for target in self._targets]
         unit = self._unit
-        flat = self._buffer[: unit.nbytes].view(_dtype(unit.stored)).split_with_sizes(unit.counts)
+        flat = buffer[: unit.nbytes].view(_dtype(unit.stored)).split_with_sizes(unit.counts)
         return [piece.view(part.sizes) for piece, part in zip(flat, unit.parts, strict=True)]
 
 
-def _can_receive(target: torch.Tensor, part: SharedPart) -> bool:
+def _can_receive(target: torch.Tensor, part: SharedPart, on_device: bool) -> bool:
     """Whether the part's bytes, as they are stored, are what the target's memory is to hold."""
     return (
-        device.is_host(target)
+        (device.is_current(target) if on_device else device.is_host(target))
         and target.is_contiguous()
         and target.dtype == _dtype(part.stored_dtype)
         and not (target.is_conj() or target.is_neg())

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
+from hpdcp import config
 from hpdcp.errors import PeerLostError
 from hpdcp.exchange import COORDINATOR, Alone, Exchange, FramedExchange, failure_frame, failures_in
+from hpdcp.timing import log_message
 
 _PIECE_BYTES: Final = 256 << 20
 """Longest single message; gloo's own limit is below 2 GiB."""
@@ -35,10 +39,10 @@ class ProcessGroupExchange(FramedExchange):
     def vote(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
         failure: Exception | None = None
         # One message for all: the greatest of a number is the least of its negative, and the first says who is well.
-        votes = torch.zeros(1 + 2 * count, dtype=torch.int64)
+        votes = torch.zeros(1 + 2 * count, dtype=torch.int64, device="cpu")
         try:
             mine = local()
-            votes = torch.tensor([1, *mine, *(-number for number in mine)], dtype=torch.int64)
+            votes = torch.tensor([1, *mine, *(-number for number in mine)], dtype=torch.int64, device="cpu")
         except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
             failure = error
         with self._peers(step):
@@ -115,12 +119,12 @@ class ProcessGroupExchange(FramedExchange):
             raise lost
 
     def _send(self, payload: bytes, rank: int) -> None:
-        dist.send(torch.tensor([len(payload)], dtype=torch.int64), group_dst=rank, group=self.group)
+        dist.send(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"), group_dst=rank, group=self.group)
         for piece in _pieces(bytearray(payload)):
             dist.send(piece, group_dst=rank, group=self.group)
 
     def _receive(self, rank: int) -> bytes:
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         dist.recv(length, group_src=rank, group=self.group)
         buffer = bytearray(int(length))
         for piece in _pieces(buffer):
@@ -159,19 +163,36 @@ def agree_on_attempt(place: str, ordinal: int, *, alone: bool) -> str:
     return store.compare_set(f"hpdcp/attempt/{name}", "", nonce).decode()
 
 
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Kind of device → the name of what carries its tensors in this group."""
+    pairs = (pair.split(":") for pair in str(dist.get_backend_config(group)).split(",") if ":" in pair)
+    return {pair[0]: pair[1] for pair in pairs}
+
+
 _own_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 """(the default group it was made for, a gloo group beside it), where the default one cannot carry host tensors."""
 
 
 def _host_group() -> dist.ProcessGroup:
-    """A group whose ranks can exchange host tensors: the default one, or a gloo group made once beside it."""
+    """A group whose ranks can exchange host tensors: the default one, or a gloo group made once beside it.
+
+    All ranks come here in the same call, so all of them make it.
+    """
     global _own_group
     default = dist.group.WORLD
     assert default is not None
-    if "cpu" in dist.get_backend_config(default):
+    carried = backends_of(default)
+    if "cpu" in carried:
         return default
     if _own_group is None or _own_group[0] is not default:
-        _own_group = (default, dist.new_group(backend="gloo"))
+        timeout = timedelta(seconds=config.current().group_timeout)
+        log_message(
+            logging.INFO,
+            f"the default process group carries tensors on {' and '.join(sorted(carried))} only, so hpdcp makes one of "
+            "gloo beside it, once, for plans, metadata and objects. Start yours with a backend for the CPU as well, "
+            f"as cpu:gloo,{','.join(f'{kind}:{name}' for kind, name in sorted(carried.items()))}, and none is made.",
+        )
+        _own_group = (default, dist.new_group(backend="gloo", timeout=timeout))
     return _own_group[1]
 
 

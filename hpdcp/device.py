@@ -48,6 +48,25 @@ def is_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def current_device() -> torch.device | None:
+    """The accelerator this process computes on; None where there is none, or none in use yet."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    module = device_module(found)
+    # Asking a device that nobody uses for its number would make it take memory for this process.
+    if not hasattr(module, "current_device") or not getattr(module, "is_initialized", lambda: True)():
+        return None
+    return torch.device(found.type, module.current_device())
+
+
+def is_current(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is on the accelerator this process computes on."""
+    return not is_host(tensor) and tensor.device == current_device()
+
+
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's own memory as writable bytes, row-major, without a copy; works for every dtype.
 

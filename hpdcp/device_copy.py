@@ -21,7 +21,16 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 
-from hpdcp.device import SUB_BYTE_DTYPES, copy_into, device_module, host_bytes, is_host, synchronize
+from hpdcp.device import (
+    SUB_BYTE_DTYPES,
+    copy_into,
+    current_device,
+    device_module,
+    empty_on_host,
+    host_bytes,
+    is_host,
+    synchronize,
+)
 from hpdcp.timing import log_message
 
 BATCH_BYTES: Final = 16 << 20
@@ -120,16 +129,10 @@ def after_the_caller() -> Iterator[None]:
 
 
 def _current_stream() -> tuple[torch.device, Any] | None:
-    """The caller's device and stream; None where no device is in use, which this must not change."""
-    if not torch.accelerator.is_available():
-        return None
-    accelerator = torch.accelerator.current_accelerator()
-    module: Any = None if accelerator is None else torch.get_device_module(accelerator)
-    if accelerator is None or not hasattr(module, "current_stream"):
-        return None
-    if not getattr(module, "is_initialized", lambda: True)():
-        return None
-    return torch.device(accelerator.type, module.current_device()), module.current_stream()
+    """The caller's device and stream; None where no device is in use."""
+    device = current_device()
+    module: Any = None if device is None else device_module(device)
+    return (device, module.current_stream()) if device is not None and hasattr(module, "current_stream") else None
 
 
 def _callers_stream(device: torch.device, module: Any) -> Any:
@@ -367,6 +370,28 @@ class Bounce:
 
 
 _NOTHING: Final = (torch.empty(0, dtype=torch.uint8, device="cpu"), False)
+
+
+def host_buffer(nbytes: int, *, for_device: bool) -> torch.Tensor:
+    """Host memory as flat bytes, page-locked where what is in it goes to a device."""
+    return _host_memory(nbytes)[0] if for_device and nbytes else empty_on_host((nbytes,), torch.uint8)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether the host tensor's memory is page-locked."""
+    return tensor.is_pinned()
+
+
+def device_buffer(nbytes: int) -> torch.Tensor:
+    """Memory of the device that this process computes on, as flat bytes."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=current_device())
+
+
+def settle() -> None:
+    """Return when what the caller has queued on its device is done."""
+    current = _current_stream()
+    if current is not None:
+        current[1].record_event().synchronize()
 
 
 def follow_all(devices: Iterable[torch.device]) -> None:

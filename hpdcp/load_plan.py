@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,17 @@ class LoadTarget:
     dtype: str
     """torch's name of the target's dtype."""
     direct: bool
-    """Whether bytes of that dtype can be received straight into it: contiguous memory of the host."""
+    """Whether bytes of that dtype can be received straight into it: contiguous memory."""
+    on_device: bool = False
+    """Whether it is on the device that this rank computes on, so that a process group of the device reaches it."""
+
+
+DIRECT: Final = 1
+ON_DEVICE: Final = 2
+
+
+def _flags(target: LoadTarget) -> int:
+    return DIRECT * target.direct | ON_DEVICE * target.on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +89,7 @@ class TargetColumns:
     dtypes: npt.NDArray[np.int32]
     """Row of the plan's dtype names; -1 where the planner does not say, so that the chunk is never shared."""
     direct: npt.NDArray[np.uint8]
+    """`DIRECT`, `ON_DEVICE`, both or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +118,7 @@ class SharedColumns:
     """Row of the shared dtype names."""
     transport_dtype: npt.NDArray[np.int32]
     direct: npt.NDArray[np.uint8]
+    """`DIRECT`, `ON_DEVICE`, both or none."""
     dtype_names: StringColumn
     group_ends: I64
     group_ranks: I64
@@ -189,7 +202,7 @@ class LoadPlan:
                 np.array([-1 if index.owner is None else index.owner for index in kinds], dtype=np.int64),
                 np.array(list(kinds.values()), dtype=np.uint8),
                 np.array([-1 if target is None else dtypes[target.dtype] for target in described], dtype=np.int32),
-                np.array([target is not None and target.direct for target in described], dtype=np.uint8),
+                np.array([0 if target is None else _flags(target) for target in described], dtype=np.uint8),
             ),
             ItemColumns(
                 ChunkTable.from_boxes(
@@ -269,7 +282,9 @@ class LoadPlan:
             group, source, transport, direct = key = (how[0], how[1], how[2], how[3])
             info = infos.get(key)
             if info is None:
-                info = infos[key] = BroadcastInfo(groups[group], source, names[transport], bool(direct))
+                info = infos[key] = BroadcastInfo(
+                    groups[group], source, names[transport], bool(direct & DIRECT), bool(direct & ON_DEVICE)
+                )
             found.append(SharedPart(indexes[target], offsets, sizes, names[stored], info))
         return tuple(found)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from functools import cached_property
-from typing import Any, Final
+from functools import cached_property, partial
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hpdcp import config, progress
 from hpdcp.broadcast import broadcast_groups_for_load, read_and_broadcast
 from hpdcp.collectives import ProcessGroupExchange
+from hpdcp.device_copy import after_the_caller
 from hpdcp.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
@@ -30,6 +31,8 @@ from hpdcp.sharing import SharingOptions, groups_at_hand, new_groups, share
 from hpdcp.sources import Group
 from hpdcp.storage import RankMetadata, StorageReader
 from hpdcp.timing import stage, timed
+
+_Groups: TypeAlias = Mapping[Group, dist.ProcessGroup]
 
 _GLOBAL: Final = b"G"
 _BY_RANK: Final = b"R"
@@ -159,7 +162,7 @@ class _Load:
             return False
         plan = decided_plan(decision, self._local_plan)
         self.reading = True
-        with self._groups_for(plan, exchange) as groups:
+        with after_the_caller(), self._groups_for(plan, exchange) as groups:
             exchange.agree(_READING, lambda: self._read(plan, groups, exchange.rank, metadata))
         exchange.agree("finishing the load", self._planner.finish_load)
         return True
@@ -174,16 +177,21 @@ class _Load:
                 raise
             raise type(error)(f"{error} {advice}") from None
 
-    def _groups_for(
-        self, plan: LoadPlan, exchange: Exchange
-    ) -> contextlib.AbstractContextManager[Mapping[Group, dist.ProcessGroup]]:
+    @contextlib.contextmanager
+    def _groups_for(self, plan: LoadPlan, exchange: Exchange) -> Iterator[tuple[_Groups, _Groups]]:
+        """Process groups that carry host tensors, and those that carry devices'."""
         if not isinstance(exchange, ProcessGroupExchange):
-            return contextlib.nullcontext({})
-        at_hand = groups_at_hand(plan, self._sharing, exchange.group)
-        timeout = timedelta(seconds=config.current().group_timeout)
-        return broadcast_groups_for_load(new_groups(plan), at_hand, me=exchange.rank, timeout=timeout)
+            yield {}, {}
+            return
+        over_hosts, on_devices = groups_at_hand(plan, self._sharing, exchange.group)
+        new, new_on_devices, backend = new_groups(plan)
+        made = partial(
+            broadcast_groups_for_load, me=exchange.rank, timeout=timedelta(seconds=config.current().group_timeout)
+        )
+        with made(new, over_hosts) as groups, made(new_on_devices, on_devices, backend=backend) as device_groups:
+            yield groups, device_groups
 
-    def _read(self, plan: LoadPlan, groups: Mapping[Group, dist.ProcessGroup], rank: int, metadata: Metadata) -> None:
+    def _read(self, plan: LoadPlan, groups: tuple[_Groups, _Groups], rank: int, metadata: Metadata) -> None:
         final, failure = plan, None
         with contextlib.ExitStack() as shown, stage("execute_read"):
             try:
@@ -198,7 +206,8 @@ class _Load:
                     plan,
                     reader=self._reader,
                     planner=self._planner,
-                    groups=groups,
+                    groups=groups[0],
+                    device_groups=groups[1],
                     me=rank,
                     batch_bytes=self._sharing.batch_bytes,
                     failure=failure,

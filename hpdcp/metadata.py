@@ -124,6 +124,8 @@ class BroadcastInfo:
     """torch's name of the dtype on the wire: the stored one, or "uint8" where the process group cannot send it."""
     direct: bool
     """Whether every member receives straight into its target; False: through staging."""
+    on_device: bool = False
+    """Whether it goes from device to device, in a process group that carries their tensors; False: over hosts."""
 
 
 @dataclass(frozen=True, slots=True)

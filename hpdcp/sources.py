@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpdcp.container import StringColumn
-from hpdcp.load_plan import LoadPlan, SharedColumns
+from hpdcp.load_plan import DIRECT, ON_DEVICE, LoadPlan, SharedColumns
 from hpdcp.metadata import Metadata
 from hpdcp.tables import (
     I64,
@@ -49,6 +49,7 @@ def choose_sources(
     shares: Callable[[Group], bool],
     exists: Callable[[Group], bool],
     batch_bytes: int,
+    carries: Callable[[Group], bool] = lambda _: False,
 ) -> tuple[list[LoadPlan], list[Group]]:
     """The same plans, with a source for each destination chunk that several ranks want alike; and all groups of them.
 
@@ -67,13 +68,18 @@ def choose_sources(
         exists: whether the group has a process group already; of the others, the `MOST_NEW_GROUPS` that save the most
             bytes share.
         batch_bytes: parts below this size are small.
+        carries: whether a process group of these ranks' devices is there or can be made. Parts that all members want
+            on their devices go through it, if they are small or go straight into every target: through memory of
+            the device's they would take as much of it as they are large.
     """
     wanted = _Wanted(plans, metadata, itemsize)
     alike = wanted.alike().only_shared(wanted, shares, exists)
     heads = alike.heads
     parts = _Parts.of_chunks(wanted.boxes.take(heads), wanted.widths[heads], np.diff(alike.ends, prepend=0))
     sources = _sources(wanted, alike, parts, batch_bytes)
-    return _plans_with(plans, wanted, alike, parts, sources, metadata, transport), alike.groups
+    carried = np.array([carries(group) for group in alike.groups], dtype=np.bool_)[alike.group[parts.of]]
+    small = parts.nbytes < batch_bytes
+    return _plans_with(plans, wanted, alike, parts, sources, metadata, transport, (carried, small)), alike.groups
 
 
 class _Wanted:
@@ -99,7 +105,9 @@ class _Wanted:
         kinds = np.concatenate([plan.target_columns.kinds for plan in plans])
         said = np.concatenate([plan.target_columns.dtypes for plan in plans]) >= 0
         self.sharable = known & said & (owners < 0) & (kinds == EntryKind.TENSOR)
-        self.direct = np.concatenate([plan.target_columns.direct for plan in plans]).astype(np.bool_)
+        flags = np.concatenate([plan.target_columns.direct for plan in plans])
+        self.on_device = (flags & ON_DEVICE).astype(np.bool_)
+        self.direct = (flags & DIRECT).astype(np.bool_)
         self.direct &= np.concatenate([_target_dtype(plan, names) for plan in plans]) == self.dtypes
 
     def alike(self) -> _Alike:
@@ -289,8 +297,9 @@ def _plans_with(
     sources: I64,
     metadata: Metadata,
     transport: Callable[[str], str],
+    device: tuple[Bools, Bools],
 ) -> list[LoadPlan]:
-    """Each rank's own parts, in the total order."""
+    """Each rank's own parts, in the total order; `device` says of each whether its group has one, and is it small."""
     stored = [name for name in metadata.entries.dtype_names if name]
     names = sorted({*stored, *map(transport, stored)})
     code = {name: row for row, name in enumerate(names)}
@@ -302,6 +311,9 @@ def _plans_with(
     lengths = ends - starts_of(ends)
     part = np.repeat(np.arange(len(parts.of)), lengths)
     direct = np.logical_and.reduceat(wanted.direct[rows], starts_of(ends)) if len(rows) else np.zeros(0, np.bool_)
+    on_device = np.logical_and.reduceat(wanted.on_device[rows], starts_of(ends)) if len(rows) else direct
+    carried, small = device
+    flags = np.where(direct, DIRECT, 0) | np.where(on_device & carried & (direct | small), ON_DEVICE, 0)
     by_rank = np.argsort(wanted.ranks[rows], kind="stable")
     cuts = np.searchsorted(wanted.ranks[rows][by_rank], np.arange(len(plans) + 1)).tolist()
     part = part[by_rank]
@@ -322,7 +334,7 @@ def _plans_with(
             sources[part[mine]],
             stored_code[dtype[mine]],
             wire_code[dtype[mine]],
-            direct[part[mine]].astype(np.uint8),
+            flags[part[mine]].astype(np.uint8),
             dtype_names,
             ends_of(np.array([len(ranks) for ranks in own_members], dtype=np.int64)),
             np.concatenate([np.zeros(0, dtype=np.int64), *own_members]),

@@ -18,6 +18,7 @@ from hpdcp import device
 from hpdcp.arena import Arena, Place, Segment, copy_all, tensor_at
 from hpdcp.container import pack_columns, unpack_columns
 from hpdcp.data_copier import DataCopier
+from hpdcp.device_staging import DeviceCopies
 from hpdcp.errors import InvalidArgumentError
 from hpdcp.geometry import Box, intersect, relative
 from hpdcp.metadata import Metadata, MetadataIndex, PerRank
@@ -65,15 +66,23 @@ def build_staged_state_dict(planner: SavePlanner, plan: SavePlan, arena: Arena) 
     lengths = [len(objects[row]) if row in objects else item.nbytes for row, item in enumerate(items)]
     places = arena.lay_out(lengths)
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    on_devices: list[torch.Tensor] = []
+    into: list[tuple[memoryview, bool]] = []
     for row, item in enumerate(items):
         if row in objects:
             arena.memory(places[row])[:] = objects[row]
             continue
         source = planner.get_tensor(item).detach()
-        pairs.append((tensor_at(arena.memory(places[row]), source.dtype, item.index.sizes), source))
-    copy_all(pairs)
-    for kind in {source.device for _, source in pairs if not device.is_host(source)}:
-        device.synchronize(kind)
+        if device.is_host(source):
+            pairs.append((tensor_at(arena.memory(places[row]), source.dtype, item.index.sizes), source))
+        else:
+            on_devices.append(source)
+            into.append((arena.memory(places[row]), arena.page_locked(places[row], source.device)))
+    from_devices = DeviceCopies(into, on_devices)
+    try:
+        copy_all(pairs)
+    finally:
+        from_devices.finish()
     return StagedState(plan, places)
 
 

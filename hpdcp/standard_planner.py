@@ -279,8 +279,10 @@ class StandardLoadPlanner(LoadPlanner):
             if leaf.owner is None:
                 # Only what is filled all over: what a hole leaves as it was is each rank's own.
                 memory = shards.view(chunk)
-                direct = device.is_host(memory) and memory.is_contiguous() and not (memory.is_conj() or memory.is_neg())
-                self._shareable.append(LoadTarget(index, dtype_name(shards.dtype), direct))
+                on_device = device.is_current(memory)
+                reached = on_device or device.is_host(memory)
+                direct = reached and memory.is_contiguous() and not (memory.is_conj() or memory.is_neg())
+                self._shareable.append(LoadTarget(index, dtype_name(shards.dtype), direct, on_device))
 
     def _settle_absent(self, filled: set[Any]) -> None:
         """A name that is not stored is no loss where its memory is another target's, which is filled: of weights that a

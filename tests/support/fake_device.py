@@ -96,6 +96,8 @@ class FakeDevice:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether all of it is page-locked."""
+        if not tensor.numel():
+            return True
         first = tensor.data_ptr()
         last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.itemsize
         return any(start <= first and last < stop for start, stop in self.pinned)
@@ -333,4 +335,5 @@ def install() -> FakeDevice:
             library.impl(name, kernel, "PrivateUse1")
         _libraries.append(library)
         device_copy.allocate_pinned = STATE.pin
+        device_copy.is_pinned = STATE.is_pinned
     return STATE

@@ -16,10 +16,13 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp import device_copy, read_engine
+from hpdcp import StandardSavePlanner, device_copy, read_engine
+from hpdcp.arena import Arena, tensor_at
 from hpdcp.checkpoint_io import block_checksums, byte_pieces
 from hpdcp.device_copy import Downloads, after_the_caller
 from hpdcp.errors import InvalidArgumentError, StorageError
+from hpdcp.planner import PlannerContext
+from hpdcp.staging import build_staged_state_dict
 from hpdcp_backends.local import LocalBackend
 from tests.support import fake_device
 from tests.support.fake_device import MODULE, NAME, shadow
@@ -316,3 +319,92 @@ def test_a_device_without_streams_is_waited_for_as_a_whole(tmp_path: Path, monke
     assert torch.equal(shadow(target), value)
     assert waits
     monkeypatch.undo()
+
+
+class Runtime:
+    """What the device's module shows of its runtime where that can page-lock memory that is there already."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802  # the runtime's own name
+        assert flags == 1
+        assert nbytes > 0
+        if not self.status:
+            self.locked[address] = nbytes
+            DEVICE.pinned.append((address, address + nbytes))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        DEVICE.pinned.remove((address, address + self.locked.pop(address)))
+        return 0
+
+
+def staged(state: dict[str, torch.Tensor], arena: Arena) -> dict[str, torch.Tensor]:
+    """What the worker would see of the state."""
+    planner = StandardSavePlanner()
+    planner.configure_planner(state, PlannerContext(0, 1, True, False))
+    plan = planner.build_local_plan()
+    copied = build_staged_state_dict(planner, plan, arena)
+    return {
+        item.index.fqn: tensor_at(arena.memory(place), state[item.index.fqn].dtype, item.index.sizes)
+        for item, place in zip(copied.plan.items, copied.places, strict=True)
+    }
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("runtime", [None, Runtime()], ids=["through page-locked memory", "straight"])
+def test_staging_copies_a_state_and_returns_when_it_may_be_changed(
+    monkeypatch: pytest.MonkeyPatch, runtime: Runtime | None
+) -> None:
+    if runtime is not None:
+        monkeypatch.setattr(MODULE, "cudart", lambda: runtime, raising=False)
+    values = some_state()
+    state = {key: on_device(value) if n % 3 else value for n, (key, value) in enumerate(values.items())}
+    state["turned"] = on_device(torch.arange(5000).reshape(50, 100)).t()
+    values["turned"] = torch.arange(5000).reshape(50, 100).t()
+    queued = on_device(torch.zeros(3000))
+    queued.fill_(4)
+    state["queued"], values["queued"] = queued, torch.full((3000,), 4.0)
+    arena = Arena()
+    for _ in range(2):
+        DEVICE.log.clear()
+        found = staged(state, arena)
+        assert found.keys() == {key for key, value in values.items() if value.numel()}
+        for key, copy in found.items():
+            assert same_bits(copy, values[key]), key
+        assert "wait event" in DEVICE.log
+        if runtime is not None:
+            # All of it in one go: nobody waits between copies that go straight into the arena.
+            straight = [t for t in state.values() if t.device.type == NAME and t.numel() and t.is_contiguous()]
+            assert DEVICE.log.index("wait event") >= len(straight) > 10
+    if runtime is not None:
+        assert list(runtime.locked.values()) == [segment.size for segment in arena.segments]
+    arena.close()
+    assert runtime is None or not runtime.locked
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_shared_memory_that_cannot_be_locked_is_copied_into_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(MODULE, "cudart", lambda: Runtime(status=2), raising=False)
+    arena = Arena()
+    with caplog.at_level(logging.WARNING, "hpdcp"):
+        found = staged({"t": on_device(torch.arange(3000))}, arena)
+    assert torch.equal(found["t"], torch.arange(3000))
+    assert "could not be page-locked for npu (error 2)" in caplog.text
+    arena.close()
+
+
+def test_an_asynchronous_save_keeps_what_the_device_held_when_it_was_called(tmp_path: Path) -> None:
+    tensor = on_device(torch.zeros(100_000))
+    tensor.fill_(1)
+    response = hpdcp.async_save({"t": tensor, "host": torch.ones(3)}, checkpoint_id=tmp_path / "c")
+    tensor.fill_(2)
+    response.get_result()
+    loaded = {"t": torch.zeros(100_000), "host": torch.zeros(3)}
+    hpdcp.load(loaded, checkpoint_id=tmp_path / "c")
+    assert loaded["t"].unique().tolist() == [1.0]
+    assert loaded["host"].tolist() == [1.0] * 3
