@@ -1,11 +1,12 @@
 """What does the zarr layout cost, beside the default one and beside zarr-python with the same arrays and chunks?
 
-    python benchmarks/zarr_layout.py --folder /dev/shm/bench [--mib 256] [--repetitions 5] [--small 1000] [--compression]
+    python benchmarks/zarr_layout.py --folder /dev/shm/bench [--mib 256] [--repetitions 5] [--small 1000]
+    python benchmarks/zarr_layout.py --folder /dev/shm/bench --compression
 
-One process each. `zarr` writes with `zarr.create_array` and reads with `array[...]`, uncompressed and in one chunk each,
-as hpdcp's are here (64 MiB and 4 KiB); it makes nothing durable. `--small` adds so many tensors of 4 KiB.
-`--compression` shows the gain of that instead: on tensors drawn at random, and on weights and Adam's moments after some
-steps of a small language model.
+One process each. `zarr` writes with `zarr.create_array` and reads with `array[...]`, uncompressed and in one chunk
+each, as hpdcp's are here (64 MiB and 4 KiB); it makes nothing durable. `--small` adds so many tensors of 4 KiB.
+`--compression` shows the gain of that instead: on tensors drawn at random, and on weights and Adam's moments after
+some steps of a small language model.
 """
 
 from __future__ import annotations
