@@ -12,6 +12,8 @@ from hpdcp.errors import HpdcpError, InvalidArgumentError
 _NEEDED = ("rich", "tqdm", "typer")
 _LOOKING = frozenset({"inspect", "verify", "config"})
 """Commands that answer one question about one checkpoint: one that cannot be read is an answer."""
+_INTERRUPTED = 130
+"""As shells have it: 128 and the number of SIGINT."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -19,17 +21,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Status 0: done; sound; equal. 1: damaged; different; not confirmed; for `inspect` and `verify` also: there is no
     whole checkpoint, or it cannot be read. 2: wrong usage, or a wrong configuration. 3: for all other commands, an
-    error of a checkpoint or a store. An error of hpdcp is one line on stderr, under torchrun one for each host.
+    error of a checkpoint or a store. 130: interrupted. An error of hpdcp is one line on stderr, under torchrun one for
+    each host.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         sys.stderr.write(f'hpdcp: the command line needs {" and ".join(missing)}: pip install "hpdcp[cli]"\n')
         raise SystemExit(2)
-    from hpdcp.commands import app  # only now: it cannot be imported without them
-
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        from hpdcp.commands import app  # only now: it cannot be imported without them
+
         app(args=given, prog_name="hpdcp")
+    except KeyboardInterrupt:
+        # Importing torch takes seconds, in which people change their minds; in a command, typer says the same.
+        raise SystemExit(_INTERRUPTED) from None
     except HpdcpError as error:
         # All ranks raise what one of them met.
         if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0":

@@ -101,7 +101,7 @@ def _cell(text: str) -> str:
 def exit_statuses() -> dict[int, str]:
     """What `hpdcp.cli.main` says of each."""
     told = " ".join((cli.main.__doc__ or "").partition("Status ")[2].split())
-    return {int(status): meaning for status, meaning in re.findall(r"(\d): (.*?)\.(?= \d: | An error)", told)}
+    return {int(status): meaning for status, meaning in re.findall(r"(\d+): (.*?)\.(?= \d+: | An error)", told)}
 
 
 def _exit_statuses() -> Iterator[str]:

@@ -171,3 +171,13 @@ def test_inspect_shows_hugging_face_weights_and_verify_says_why_it_cannot(tmp_pa
     assert "weights from huggingface · layout safetensors · no checksums" in output
     assert rows(output)["layers.1.w"][:3] == ["float32", "[2,", "3]"]
     assert "records no checksums" in command("verify", tmp_path, status=1).err
+
+
+def test_an_interruption_is_told_by_the_status_alone(
+    checkpoint: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpdcp.commands.verify.verify_checkpoint", interrupted)
+    assert command("verify", checkpoint, status=130).out == ""
