@@ -12,7 +12,6 @@ import itertools
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import crc32c
@@ -20,6 +19,7 @@ import crc32c
 from hpdcp.backend import Backend
 from hpdcp.errors import CheckpointError, CorruptCheckpointError, KeyNotFoundError, PeerLostError, StorageError
 from hpdcp.exchange import COORDINATOR, FramedExchange, failure_frame
+from hpdcp.threads import Threads
 
 FOLDER_PREFIX: Final = ".mailbox-"
 _MARK: Final = b"hpdcpmsg"
@@ -129,7 +129,7 @@ class Mailbox(FramedExchange):
         self._backend.publish(key, head + payload + _END)
 
     def _post_all(self, messages: dict[str, bytes]) -> None:
-        with ThreadPoolExecutor(_READERS, "hpdcp-mailbox") as pool:
+        with Threads(_READERS, "hpdcp-mailbox") as pool:
             list(pool.map(lambda pair: self._post(*pair), messages.items()))
 
     def _await(
@@ -170,7 +170,7 @@ class Mailbox(FramedExchange):
     def _read_all(self, keys: Mapping[int, str]) -> dict[int, bytes]:
         if not keys:
             return {}
-        with ThreadPoolExecutor(min(_READERS, len(keys)), "hpdcp-mailbox") as pool:
+        with Threads(min(_READERS, len(keys)), "hpdcp-mailbox") as pool:
             payloads = list(pool.map(self._read, keys.values()))
         return {rank: payload for rank, payload in zip(keys, payloads, strict=True) if payload is not None}
 

@@ -16,7 +16,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
@@ -31,6 +30,7 @@ from hpdcp.device_copy import Bounce, follow_all
 from hpdcp.errors import CorruptCheckpointError
 from hpdcp.geometry import Box, flat_start, is_contiguous, row_runs
 from hpdcp.metadata import BLOCK_BYTES, StorageInfo
+from hpdcp.threads import Threads
 
 SLAB_BYTES = 32 << 20
 """Most host memory that a window takes which passes through memory of the engine's own; a multiple of BLOCK_BYTES."""
@@ -147,7 +147,7 @@ def read_boxes(backend: Backend, reads: Sequence[BoxRead], checker: Checker | No
                     failed.set()
                     raise
 
-    in_parallel(work, range(workers), threads=workers)
+    in_parallel(work, range(workers), threads=workers, failed=failed)
 
 
 def read_extents(backend: Backend, extents: Sequence[StorageInfo]) -> list[bytearray]:
@@ -175,14 +175,26 @@ def for_each_file(backend: Backend, action: Callable[[_Given], _Made], files: Se
     return in_parallel(action, files, threads=_FILES_AT_ONCE if backend.remote else 1)
 
 
-def in_parallel(action: Callable[[_Given], _Made], given: Sequence[_Given], *, threads: int) -> list[_Made]:
-    """`action` on each of `given`, in order where one thread does it; the first failure is raised."""
+def in_parallel(
+    action: Callable[[_Given], _Made],
+    given: Sequence[_Given],
+    *,
+    threads: int,
+    failed: threading.Event | None = None,
+) -> list[_Made]:
+    """`action` on each of `given`, in order where one thread does it; the first failure is raised.
+
+    `failed` is set on a failure, and on an interrupt, which reaches the calling thread only, before the others are
+    waited for.
+    """
     if threads <= 1 or len(given) <= 1:
         return [action(one) for one in given]
-    with ThreadPoolExecutor(min(threads, len(given)), "hpdcp-read") as pool:
+    with Threads(min(threads, len(given)), "hpdcp-read") as pool:
         try:
             return list(pool.map(action, given))
         except BaseException:
+            if failed is not None:
+                failed.set()
             pool.shutdown(cancel_futures=True)
             raise
 

@@ -37,6 +37,7 @@ from hpdcp.errors import (
     NotSupportedError,
     StorageError,
 )
+from hpdcp.threads import Threads
 from hpdcp_backends._fsspec_stores import (
     ADVICE,
     ONE_VERSION,
@@ -51,7 +52,6 @@ from hpdcp_backends._fsspec_stores import (
     sync_folder,
     version_of,
 )
-from hpdcp_backends._threads import Threads
 
 _T = TypeVar("_T")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 import struct
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -337,6 +339,27 @@ def test_after_a_failure_no_further_window_is_asked_for(monkeypatch: pytest.Monk
             backend, [BoxRead("w", stored_as(raw, 0), torch.uint8, (10_000,), Box((0,), (10_000,)), target)], None
         )
     assert len(backend.asked) <= 8
+
+
+def test_an_interrupt_ends_the_reading_of_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_engine, "SLAB_BYTES", 10)
+    raw = bytes(20_000)
+    backend = MemoryBackend(raw, maps=False)
+    asked = threading.Event()
+    read_ranges = backend.read_ranges
+
+    def slowly(*arguments: Any) -> None:
+        asked.set()
+        time.sleep(0.01)
+        read_ranges(*arguments)
+
+    monkeypatch.setattr(backend, "read_ranges", slowly)
+    threading.Thread(target=lambda: (asked.wait(30), signal.raise_signal(signal.SIGINT))).start()
+    target = torch.zeros(20_000, dtype=torch.uint8)
+    read = BoxRead("w", stored_as(raw, 0), torch.uint8, (20_000,), Box((0,), (20_000,)), target)
+    with pytest.raises(KeyboardInterrupt):
+        read_boxes(backend, [read], None)
+    assert len(backend.asked) < 1000
 
 
 def test_small_extents_of_one_file_are_asked_for_together() -> None:

@@ -1,4 +1,4 @@
-"""Threads for requests, in an interpreter that may be ending."""
+"""Threads that work, in an interpreter that may be ending."""
 
 from __future__ import annotations
 
