@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -179,5 +180,6 @@ def test_an_interruption_is_told_by_the_status_alone(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpdcp.commands.verify.verify_checkpoint", interrupted)
+    # The module: its package has the command under the same name.
+    monkeypatch.setattr(import_module("hpdcp.commands.verify"), "verify_checkpoint", interrupted)
     assert command("verify", checkpoint, status=130).out == ""
