@@ -102,7 +102,10 @@ class FolderSave(ABC):
 
     def _whole(self, metadata: Metadata, attempt: str) -> Metadata:
         """`metadata` with the files that describe the whole, and this save's facts."""
-        with_facts = metadata.with_storage(metadata.storage, self.facts)
+        # A planner that writes another save's state again says how many ranks that one had.
+        planned = {key: value for key, value in metadata.settings.items() if key == "world_size"}
+        planned = planned if self.context.collective else {}
+        with_facts = metadata.with_storage(metadata.storage, {**self.facts, **planned})
         added = self.layout.finish(self.backend, with_facts, attempt)
         files = {record.key: (record.size, record.mark) for record in added}
         return with_facts.with_storage(metadata.storage.with_files(files), {})

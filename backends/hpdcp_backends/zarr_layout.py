@@ -216,7 +216,8 @@ class ZarrLayout(Layout):
         except BaseException:
             writer.abandon()
             raise
-        backend.delete([_handed_key(rank, attempt) for rank in range(metadata.world_size)])
+        handed = _handed_key(0, attempt).partition(".")[2]
+        backend.delete([info.key for info in backend.list_keys() if info.key.endswith(f".{handed}")])
         return writer.documents
 
     def check(self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem]) -> None:

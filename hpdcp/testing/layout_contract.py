@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-import hpdcp
 from hpdcp import config, registry
+from hpdcp.api import load, save
 from hpdcp.backend import Backend, ByteRange, KeyInfo
 from hpdcp.errors import CheckpointExistsError, CorruptCheckpointError, HpdcpError, StorageError
 from hpdcp.exchange import FramedExchange
@@ -69,36 +69,36 @@ class LayoutContract(ABC):
         raw = torch.arange(3 * 40 * dtype.itemsize, dtype=torch.int32).mul(37).to(torch.uint8)
         raw = (raw % 2) if dtype is torch.bool else raw
         saved = raw.view(dtype).reshape(3, 40)
-        hpdcp.save({"w": saved}, checkpoint_id=place)
+        save({"w": saved}, checkpoint_id=place)
         target = {"w": torch.zeros(3, 40 * dtype.itemsize, dtype=torch.uint8).view(dtype)}
-        hpdcp.load(target, checkpoint_id=place)
+        load(target, checkpoint_id=place)
         assert torch.equal(bits(target["w"]), bits(saved))
 
     @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (7,), (1, 1, 1), (2, 3, 4, 5, 6)])
     def test_tensors_of_any_shape_come_back(self, place: str, shape: tuple[int, ...]) -> None:
         saved = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-        hpdcp.save({"w": saved, "other": torch.ones(2)}, checkpoint_id=place)
+        save({"w": saved, "other": torch.ones(2)}, checkpoint_id=place)
         target = {"w": torch.full(shape, -1.0), "other": torch.zeros(2)}
-        hpdcp.load(target, checkpoint_id=place)
+        load(target, checkpoint_id=place)
         assert torch.equal(target["w"], saved)
         assert torch.equal(target["other"], torch.ones(2))
 
     def test_memory_in_any_order_comes_back(self, place: str) -> None:
         base = torch.arange(240.0).reshape(4, 6, 10)
         views = {"transposed": base.transpose(0, 2), "sliced": base[:, 1::2], "expanded": base[0, 0].expand(3, 10)}
-        hpdcp.save(views, checkpoint_id=place)
+        save(views, checkpoint_id=place)
         target = {name: torch.zeros(view.shape) for name, view in views.items()}
         target["sliced"] = torch.zeros(10, 3, 4).permute(2, 1, 0)
-        hpdcp.load(target, checkpoint_id=place)
+        load(target, checkpoint_id=place)
         assert all(torch.equal(target[name], view) for name, view in views.items())
 
     def test_odd_names_are_names(self, place: str) -> None:
         saved: dict[str, Any] = {name: torch.full((2,), -float(at)) for at, name in enumerate(ODD_NAMES)}
         saved["deep"] = {name: torch.full((3,), float(at)) for at, name in enumerate(ODD_NAMES)}
-        hpdcp.save(saved, checkpoint_id=place)
+        save(saved, checkpoint_id=place)
         target: dict[str, Any] = {name: torch.zeros(2) for name in ODD_NAMES}
         target["deep"] = {name: torch.zeros(3) for name in ODD_NAMES}
-        hpdcp.load(target, checkpoint_id=place)
+        load(target, checkpoint_id=place)
         assert_equal(target, saved)
         with open_place(place) as backend:
             assert all(".." not in info.key.split("/") for info in backend.list_keys(recursive=True))
@@ -121,25 +121,25 @@ class LayoutContract(ABC):
             }
 
         saved, target = state(torch.arange(6.0), True), state(torch.zeros(6), False)
-        hpdcp.save(saved, checkpoint_id=place)
-        hpdcp.load(target, checkpoint_id=place)
+        save(saved, checkpoint_id=place)
+        load(target, checkpoint_id=place)
         rng, expected = target.pop("rng").value, saved.pop("rng").value
         assert_equal(target, saved)
         assert_equal(rng, expected)
 
     def test_a_state_without_tensors_and_one_without_anything(self, place: str) -> None:
-        hpdcp.save({"step": 3}, checkpoint_id=f"{place}/values")
-        hpdcp.save({}, checkpoint_id=f"{place}/nothing")
+        save({"step": 3}, checkpoint_id=f"{place}/values")
+        save({}, checkpoint_id=f"{place}/nothing")
         target = {"step": 0}
-        hpdcp.load(target, checkpoint_id=f"{place}/values")
-        hpdcp.load({}, checkpoint_id=f"{place}/nothing")
+        load(target, checkpoint_id=f"{place}/values")
+        load({}, checkpoint_id=f"{place}/nothing")
         assert target == {"step": 3}
 
     def test_a_part_of_a_tensor_is_read_out_of_it(self, place: str) -> None:
         whole = torch.arange(60.0).reshape(6, 10)
-        hpdcp.save({"w": whole}, checkpoint_id=place)
+        save({"w": whole}, checkpoint_id=place)
         part = cut(torch.zeros(6, 10), Box((2, 5), (3, 4)))
-        hpdcp.load({"w": part}, checkpoint_id=place)
+        load({"w": part}, checkpoint_id=place)
         assert torch.equal(part, whole[2:5, 5:9])
 
     # Several ranks
@@ -165,14 +165,14 @@ class LayoutContract(ABC):
         assert saved.world_size == len(boxes)
         for box in (Box((0, 0), (6, 10)), Box((1, 2), (3, 7)), Box((5, 0), (1, 10)), Box((0, 9), (6, 1))):
             target = {name: cut(torch.full_like(full, -1), box) for name, full in whole.items()}
-            hpdcp.load(target, checkpoint_id=place)
+            load(target, checkpoint_id=place)
             assert all(torch.equal(target[name], cut(full, box)) for name, full in whole.items())
         assert verify_checkpoint(place).is_sound
 
     # What is on record, and what is there
 
     def test_every_file_on_record_is_there_as_long_as_recorded_and_no_other(self, place: str) -> None:
-        metadata = hpdcp.save(mixed_state(1.0), checkpoint_id=place)
+        metadata = save(mixed_state(1.0), checkpoint_id=place)
         with open_place(place) as backend:
             there = {info.key: info.size for info in backend.list_keys(recursive=True)}
         assert {key: size for key, size in there.items() if key not in (".metadata", ".attempt")} == dict(
@@ -180,7 +180,7 @@ class LayoutContract(ABC):
         )
 
     def test_what_is_on_record_covers_every_tensor_and_is_sound(self, place: str) -> None:
-        metadata = hpdcp.save(mixed_state(1.0), checkpoint_id=place)
+        metadata = save(mixed_state(1.0), checkpoint_id=place)
         assert metadata.settings["layout"] == self.layout
         assert metadata.has_checksums
         volumes = np.zeros(len(metadata.entries), dtype=np.int64)
@@ -191,36 +191,36 @@ class LayoutContract(ABC):
         assert report.nbytes == int(metadata.storage.length.sum())
 
     def test_saving_again_replaces_all_of_it_or_is_refused_and_changes_nothing(self, place: str) -> None:
-        hpdcp.save(mixed_state(1.0), checkpoint_id=place)
+        save(mixed_state(1.0), checkpoint_id=place)
         before = keys_of(place)
         expected = 2.0
         try:
-            hpdcp.save(mixed_state(2.0), checkpoint_id=place)
+            save(mixed_state(2.0), checkpoint_id=place)
         except CheckpointExistsError:
             assert keys_of(place) == before
             expected = 1.0
         target = mixed_state(0.0)
-        hpdcp.load(target, checkpoint_id=place)
+        load(target, checkpoint_id=place)
         assert_equal(target, mixed_state(expected))
         assert verify_checkpoint(place).is_sound
 
     # Damage
 
     def test_a_file_that_is_gone_is_an_error_that_names_it(self, place: str) -> None:
-        metadata = hpdcp.save(mixed_state(1.0), checkpoint_id=place)
+        metadata = save(mixed_state(1.0), checkpoint_id=place)
         for key in sorted({metadata.storage.file_names[int(file)] for file in metadata.storage.file}):
             with open_place(place) as backend:
                 kept = backend.read(key)
                 backend.delete([key])
                 with pytest.raises(CorruptCheckpointError) as raised:
-                    hpdcp.load(mixed_state(0.0), checkpoint_id=place)
+                    load(mixed_state(0.0), checkpoint_id=place)
                 assert key in str(raised.value)
                 assert [damage.key for damage in verify_checkpoint(place).damages] == [key]
                 backend.write(key, [memoryview(kept)], size=len(kept), exclusive=False)
-        hpdcp.load(mixed_state(0.0), checkpoint_id=place)
+        load(mixed_state(0.0), checkpoint_id=place)
 
     def test_a_file_of_another_length_is_an_error_that_names_it(self, place: str) -> None:
-        metadata = hpdcp.save(mixed_state(1.0), checkpoint_id=place)
+        metadata = save(mixed_state(1.0), checkpoint_id=place)
         key = first_file_of(metadata, "w")
         for longer in (False, True):
             with open_place(place) as backend:
@@ -228,13 +228,13 @@ class LayoutContract(ABC):
                 damaged = kept + b"\0" if longer else kept[:-1]
                 backend.write(key, [memoryview(damaged)], size=len(damaged), exclusive=False)
                 with pytest.raises(CorruptCheckpointError) as raised:
-                    hpdcp.load(mixed_state(0.0), checkpoint_id=place)
+                    load(mixed_state(0.0), checkpoint_id=place)
                 assert key in str(raised.value)
                 backend.write(key, [memoryview(kept)], size=len(kept), exclusive=False)
 
     @pytest.mark.parametrize("name", ["w", "long", "step"])
     def test_a_byte_that_flipped_is_found_when_checksums_are_compared(self, place: str, name: str) -> None:
-        metadata = hpdcp.save(mixed_state(1.0), checkpoint_id=place)
+        metadata = save(mixed_state(1.0), checkpoint_id=place)
         info = metadata.storage_info(metadata.chunk_rows(next(iter(metadata.rows_of(name))))[0])
         for position in (info.offset, info.offset + info.length // 2, info.offset + info.length - 1):
             with open_place(place) as backend:
@@ -242,7 +242,7 @@ class LayoutContract(ABC):
                 data[position] ^= 1
                 backend.write(info.key, [memoryview(bytes(data))], size=len(data), exclusive=False)
                 with pytest.raises(CorruptCheckpointError) as raised:
-                    hpdcp.load(mixed_state(0.0), storage_reader=FileSystemReader(place, verify="always"))
+                    load(mixed_state(0.0), storage_reader=FileSystemReader(place, verify="always"))
                 assert info.key in str(raised.value)
                 assert not verify_checkpoint(place).is_sound
                 data[position] ^= 1
@@ -264,11 +264,11 @@ class LayoutContract(ABC):
             patched.setattr(registry, "open_backend", failing)
             if calls < self.least_files:
                 with pytest.raises(HpdcpError, match="the store is full"):
-                    hpdcp.save(mixed_state(1.0), checkpoint_id=place)
+                    save(mixed_state(1.0), checkpoint_id=place)
                 assert [key for key in keys_of(place) if key != ".attempt"] == []
-        hpdcp.save(mixed_state(2.0), checkpoint_id=place)
+        save(mixed_state(2.0), checkpoint_id=place)
         target = mixed_state(0.0)
-        hpdcp.load(target, checkpoint_id=place)
+        load(target, checkpoint_id=place)
         assert_equal(target, mixed_state(2.0))
 
     def test_a_failure_on_one_rank_leaves_no_data_of_any(self, place: str) -> None:
@@ -280,7 +280,7 @@ class LayoutContract(ABC):
         assert [key for key in keys_of(place) if key != ".attempt"] == []
         save_as_ranks(place, states)
         target = {"w": torch.zeros(6, 10), "step": 0}
-        hpdcp.load(target, checkpoint_id=place)
+        load(target, checkpoint_id=place)
         assert_equal(target, {"w": whole, "step": 1})
 
 

@@ -10,13 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hpdcp
-from hpdcp import config
+from hpdcp import PerRank, config
+from hpdcp.geometry import Box
+from hpdcp.offline_copy import convert_dcp_to_dcp
 from hpdcp.offline_transform import (
     convert_dcp_to_huggingface,
     convert_dcp_to_torch,
     convert_full_checkpoint_to_dcp,
     dcp_to_full_state_dict,
 )
+from hpdcp.testing.layout_contract import cut, save_as_ranks
 from hpdcp.verify import verify_checkpoint
 from hpdcp_backends import _zarr_grid
 
@@ -66,3 +69,44 @@ def test_a_hugging_face_folder_becomes_a_checkpoint_of_arrays(tmp_path: Path, op
     assert same(target, weights())
     assert (tmp_path / "zarr" / "a" / "zarr.json").exists()
     assert verify_checkpoint(tmp_path / "zarr").is_sound
+
+
+def test_a_checkpoint_is_written_again_in_each_layout_and_loads_as_before(
+    tmp_path: Path, options: Mapping[str, object]
+) -> None:
+    tied = torch.arange(20.0)
+    boxes = [Box((0, 0), (3, 13)), Box((3, 0), (4, 13))]
+    states: list[dict[str, object]] = [
+        {
+            "a": cut(weights()["a"], box),
+            "tied": {"one": tied, "two": tied},
+            "none": torch.zeros(0, 2),
+            "step": {"count": 3, "names": ("x", b"y")},
+            "mine": PerRank({"seed": torch.tensor([rank]), "place": rank * 10}),
+        }
+        for rank, box in enumerate(boxes)
+    ]
+    save_as_ranks(str(tmp_path / "first"), states)
+    convert_dcp_to_dcp(tmp_path / "first", tmp_path / "dry", layout="zarr", dry_run=True)
+    assert not (tmp_path / "dry").exists()
+    with config.using(layouts={"zarr": options}):
+        done = convert_dcp_to_dcp(tmp_path / "first", tmp_path / "second", layout="zarr")
+    assert "a/zarr.json" in done.files
+    convert_dcp_to_dcp(tmp_path / "second", tmp_path / "third", layout="safetensors")
+    for place in ("second", "third"):
+        twin = torch.zeros(20)
+        target: dict[str, object] = {
+            "a": torch.zeros(7, 13),
+            "tied": {"one": twin, "two": twin},
+            "none": torch.zeros(0, 2),
+            "step": {"count": 0, "names": ()},
+            "mine": PerRank.all(),
+        }
+        hpdcp.load(target, checkpoint_id=tmp_path / place)
+        assert torch.equal(target["a"], weights()["a"])  # type: ignore[arg-type]
+        assert torch.equal(twin, tied)
+        assert target["step"] == {"count": 3, "names": ("x", b"y")}
+        every = target["mine"].value  # type: ignore[attr-defined]
+        assert [int(mine["seed"]) for mine in every] == [0, 1]
+        assert [mine["place"] for mine in every] == [0, 10]
+        assert verify_checkpoint(tmp_path / place).is_sound
