@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hpdcp.commands.config import show
-from hpdcp.commands.convert import dcp_to_hf, dcp_to_torch, hf_to_dcp, torch_to_dcp
+from hpdcp.commands.convert import dcp_to_dcp, dcp_to_hf, dcp_to_torch, hf_to_dcp, torch_to_dcp
 from hpdcp.commands.diff import diff
 from hpdcp.commands.inspect import inspect
 from hpdcp.commands.rm import rm
@@ -52,4 +52,5 @@ convert_app.command()(hf_to_dcp)
 convert_app.command()(dcp_to_hf)
 convert_app.command()(torch_to_dcp)
 convert_app.command()(dcp_to_torch)
+convert_app.command()(dcp_to_dcp)
 config_app.command()(show)

@@ -39,6 +39,7 @@ from hpdcp.commands.output import (
     table_of,
     text_of,
 )
+from hpdcp.offline_copy import convert_dcp_to_dcp
 from hpdcp.offline_transform import (
     Conversion,
     convert_dcp_to_huggingface,
@@ -210,6 +211,37 @@ def dcp_to_torch(
             dst_storage_options=dst_storage_options,
         )
         _report(done, time.perf_counter() - began, as_json, "file")
+
+
+def dcp_to_dcp(
+    src: Src,
+    dst: Dst,
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", metavar="NAME", help="Of the new one, such as zarr; default: as configured."),
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    bar: Bar = ShowBar.AUTO,
+    src_backend: SrcBackend = None,
+    dst_backend: DstBackend = None,
+    src_storage_options: SrcOptions = None,
+    dst_storage_options: DstOptions = None,
+) -> None:
+    """Write a checkpoint again, in another layout or to another store: it loads as the first one does."""
+    with _converting(bar):
+        began = time.perf_counter()
+        done = convert_dcp_to_dcp(
+            src,
+            dst,
+            layout=layout,
+            dry_run=dry_run,
+            src_backend=src_backend,
+            dst_backend=dst_backend,
+            src_storage_options=src_storage_options,
+            dst_storage_options=dst_storage_options,
+        )
+        _report(done, time.perf_counter() - began, as_json, "checkpoint")
 
 
 @contextmanager

@@ -203,3 +203,15 @@ def test_odd_names_cannot_speak_to_the_terminal(tmp_path: Path, command: Command
     answer = command("convert", "dcp-to-hf", tmp_path / "a", tmp_path / "out")
     assert "\x1b" not in answer.out
     assert r"[red]\x1b[31m" in answer.out
+
+
+def test_a_checkpoint_is_written_again_in_another_layout(checkpoint: Path, tmp_path: Path, command: Command) -> None:
+    planned = command("convert", "dcp-to-dcp", checkpoint, tmp_path / "arrays", "--layout", "zarr", "--dry-run")
+    assert "would write a checkpoint" in planned.said
+    assert not (tmp_path / "arrays").exists()
+    done = command("convert", "dcp-to-dcp", checkpoint, tmp_path / "arrays", "--layout", "zarr", "--json")
+    assert "zarr.json" in done.document["files"]
+    command("diff", checkpoint, tmp_path / "arrays", "--values")
+    command("verify", tmp_path / "arrays")
+    command("rm", tmp_path / "arrays", "--yes")
+    assert not list(tmp_path.glob("arrays/**/zarr.json"))
