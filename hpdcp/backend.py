@@ -176,7 +176,7 @@ class Backend(ABC):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove the keys, durably; one that is not there is fine. After a failure the others are removed all the same.
 
-        The folder of a removed key goes as well when that leaves it empty; the root stays.
+        The folders of a removed key go as well when that leaves them empty; the root stays.
         """
 
     def remove_leftovers(self, *, silent_for: float, belongs: Callable[[str], bool]) -> None:

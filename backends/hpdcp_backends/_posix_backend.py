@@ -202,7 +202,7 @@ class PosixBackend(Backend):
             except OSError as error:
                 failure = failure or storage_error(error, doing="delete", url=self.url, key=key)
         for folder, key in folders.items():
-            if folder != self.url and self._remove_empty(folder):
+            while folder != self.url and self._remove_empty(folder):
                 folder = os.path.dirname(folder)
             try:
                 sync_folder(folder)

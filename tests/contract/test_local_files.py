@@ -177,3 +177,14 @@ def test_a_folder_goes_with_its_last_key_and_the_root_stays(tmp_path: Path) -> N
     assert (tmp_path / "root" / "mail").is_dir()
     backend.delete(["mail/two", "top"])
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["theirs"]
+
+
+def test_all_folders_that_a_removal_leaves_empty_are_gone(tmp_path: Path) -> None:
+    backend = LocalBackend(str(tmp_path / "root"))
+    backend.prepare()
+    for key in ("a/b/c/0", "a/b/c/1/2", "d/e/0", "d/f"):
+        backend.write(key, [memoryview(b"x")], size=1, exclusive=False)
+    backend.delete(["a/b/c/0", "a/b/c/1/2", "d/e/0"])
+    assert sorted(path.name for path in (tmp_path / "root").rglob("*")) == ["d", "f"]
+    backend.delete(["d/f"])
+    assert list((tmp_path / "root").iterdir()) == []
