@@ -417,9 +417,7 @@ class _Load:
             self._make_buffer()
         if self._unit.on_device and self._sent is None:
             assert self._buffer is not None
-            self._sent = device_copy.device_buffer(self._size)
-            # In the order of the device, as the broadcast is; the memory is kept until both are done.
-            device.copy_into(self._sent, self._buffer, non_blocking=device_copy.is_pinned(self._buffer))
+            self._sent = device_copy.to_device(self._size, self._buffer)
         wire = self._buffer if self._sent is None else self._sent
         assert wire is not None
         return wire.view(dtype)

@@ -148,6 +148,20 @@ def device_module(device: torch.device) -> ModuleType:
     return module
 
 
+def named_device(kind: str) -> torch.device:
+    """The kind of device that a configuration names, as `cuda` or `npu`.
+
+    Raises:
+        NotSupportedError: torch knows none of that name here, or `torch_npu` does not fit this torch.
+    """
+    if kind == _NPU:
+        _check_npu()  # before that, torch does not know the name
+    try:
+        return torch.device(kind)
+    except RuntimeError as error:
+        raise NotSupportedError(f"torch {torch.__version__} knows no device {kind!r}: {error}") from error
+
+
 _NPU: Final = "npu"
 _NPU_PACKAGE: Final = "torch_npu"
 

@@ -382,6 +382,16 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return tensor.is_pinned()
 
 
+def to_device(nbytes: int, host: torch.Tensor) -> torch.Tensor:
+    """A `device_buffer` with what `host` holds, brought there in the order of what the caller asks of the device.
+
+    torch keeps page-locked memory until the copy is done.
+    """
+    made = device_buffer(nbytes)
+    copy_into(made, host, non_blocking=is_pinned(host))
+    return made
+
+
 def device_buffer(nbytes: int) -> torch.Tensor:
     """Memory of the device that this process computes on, as flat bytes."""
     return torch.empty(nbytes, dtype=torch.uint8, device=current_device())

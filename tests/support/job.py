@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hpdcp.device import device_module, named_device
+
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
 """A collective that some rank never reaches ends here, long before the time limit of the whole run."""
 _REPORT_SECONDS: Final = 90
@@ -109,9 +111,9 @@ class Job:
 def job() -> Iterator[Job]:
     """Join the ranks that torchrun started; leaves the process group again at the end."""
     kind = os.environ.get("HYPER_PARALLEL_TEST_DEVICE_TYPE", "cpu")
-    device = torch.device(kind)
+    device = named_device(kind)
     if kind != "cpu":
-        module = torch.get_device_module(kind)
+        module = device_module(device)
         device = torch.device(kind, int(os.environ["LOCAL_RANK"]) % module.device_count())
         module.set_device(device)
     backend = dist.get_default_backend_for_device(kind)

@@ -5,12 +5,26 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from hpdcp.device import SUB_BYTE_DTYPES, copy_into, empty_on_host, host_bytes, is_host, synchronize, to_host
+from hpdcp import device
+from hpdcp.device import (
+    SUB_BYTE_DTYPES,
+    copy_into,
+    current_device,
+    device_module,
+    empty_on_host,
+    host_bytes,
+    is_host,
+    named_device,
+    synchronize,
+    to_host,
+)
 from hpdcp.errors import InvalidArgumentError, NotSupportedError
 
 QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -164,3 +178,50 @@ def test_a_device_that_cannot_synchronise_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "get_device_module", lambda _device: sys)
     with pytest.raises(NotSupportedError, match=r"torch\.xpu has no synchronize"):
         synchronize(torch.device("xpu"))
+
+
+@pytest.fixture
+def npu_package(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has a `torch_npu` of some version installed, which registers nothing."""
+    device._check_npu.cache_clear()
+
+    def install(version: str) -> None:
+        package = ModuleType("torch_npu")
+        package.__version__ = version  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "torch_npu", package)
+
+    return install
+
+
+def test_a_torch_npu_for_another_torch_is_named_with_the_one_to_install(npu_package: Callable[[str], None]) -> None:
+    minor = ".".join(torch.__version__.split(".")[:2])
+    npu_package("1.11.0.post4")
+    with pytest.raises(NotSupportedError) as caught:
+        named_device("npu")
+    text = str(caught.value)
+    assert "torch_npu 1.11.0.post4" in text
+    assert torch.__version__ in text
+    assert f'pip install "hpdcp[npu]" "torch_npu=={minor}.*"' in text
+
+
+def test_a_torch_npu_of_the_same_minor_version_passes(npu_package: Callable[[str], None]) -> None:
+    npu_package(".".join(torch.__version__.split(".")[:2]) + ".7rc1")
+    device._check_npu()
+
+
+def test_a_torch_npu_that_is_not_there_or_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    device._check_npu.cache_clear()
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(NotSupportedError, match=r"need torch_npu, which could not be imported.*pip install"):
+        named_device("npu")
+
+
+def test_devices_that_torch_does_not_know_are_named() -> None:
+    with pytest.raises(NotSupportedError, match="knows no device 'abacus'"):
+        named_device("abacus")
+    with pytest.raises(NotSupportedError, match="no module for devices of type 'ipu'"):
+        device_module(torch.device("ipu"))
+
+
+def test_without_an_accelerator_no_device_is_current() -> None:
+    assert torch.accelerator.is_available() or current_device() is None

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+import torch
+
+from tests.support.ranks import run_python
 
 
 def test_the_device_path_works_on_a_device_that_is_not_the_cpu() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/on_fake_device.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    run_python(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/on_fake_device.py"], timeout=300)
+
+
+def test_the_benchmark_of_staging_prints_its_table_on_that_device(tmp_path: Path) -> None:
+    arguments = ["--device", "fake", "--gib", "0.005", "--repetitions", "1", "--folder", str(tmp_path / "b")]
+    printed = run_python(["benchmarks/device_staging.py", *arguments], timeout=200)
+    rows = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")]
+    assert rows == ["figure", "save", "load", "host MiB locked", "device MiB added", "stall, first", "stall, kept"]
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
+def test_the_benchmark_of_staging_says_that_there_is_no_accelerator() -> None:
+    printed = run_python(["benchmarks/device_staging.py"], expect=2)
+    assert "no accelerator" in printed
+    assert "nothing was measured" in printed
