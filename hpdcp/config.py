@@ -16,7 +16,7 @@ that has any. Durations are seconds. Sizes are bytes, as a number or as text wit
 found.
 
 `HPDCP_CONFIG`, `HPDCP_RUN_ID` (names a run, for saves without collectives), `HPDCP_TRACE` (see `hpdcp.timing`) and
-everything that begins with `HPDCP_TEST_` or `HPDCP_S3_` are not configuration keys.
+everything that begins with `HPDCP_TEST_` are not configuration keys.
 
 `using` holds for its own thread and `asyncio` task only; hpdcp reads the configuration once, in the caller's thread,
 when a verb is called.
@@ -286,7 +286,9 @@ _PASSWORD: Final = re.compile(r"(://[^/:@]*:)[^/]*(@)")
 """In a URL, as `backend.without_password` has it."""
 
 _NOT_KEYS: Final = ("HPDCP_CONFIG", "HPDCP_RUN_ID", "HPDCP_TRACE")
-_NOT_KEY_PREFIXES: Final = ("HPDCP_TEST_", "HPDCP_S3_")
+_NOT_KEY_PREFIX: Final = "HPDCP_TEST_"
+_TABLE_PREFIXES: Final = ("backend_", "backends_", "layouts_", "s3_", "nfs_", "local_")
+"""How names begin that were meant for a backend's or a layout's table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +416,7 @@ def _environment_layer() -> _Tree:
     tree: _Tree = {}
     # Shorter names first, so that HPDCP_BACKENDS__S3__X lies over HPDCP_BACKENDS whatever the order they are listed in.
     for variable in sorted((name for name in os.environ if name.startswith("HPDCP_")), key=lambda n: (len(n), n)):
-        if variable in _NOT_KEYS or variable.startswith(_NOT_KEY_PREFIXES):
+        if variable in _NOT_KEYS or variable.startswith(_NOT_KEY_PREFIX):
             continue
         origin = f"environment variable {variable}"
         path = variable.removeprefix("HPDCP_").lower().split("__")
@@ -488,6 +490,8 @@ def _build(tree: _Tree) -> Config:
         else:
             near = difflib.get_close_matches(name, _all_keys(), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
+            if name.startswith(_TABLE_PREFIXES) and "variable" in _origin(node):
+                hint = " Parts of a key are told apart by two underscores: HPDCP_BACKENDS__S3__COALESCE_GAP."
             raise InvalidArgumentError(f"{_origin(node)}: unknown configuration key {name!r}.{hint} {_known()}")
     return replace(Config(), **values)
 

@@ -40,6 +40,7 @@ _ADDRESSED: Final = frozenset({
 """Schemes whose URLs name a bucket, container, share or host first."""
 # Not urlsplit(), which raises for brackets in a bucket's name.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _WRAPPERS: Final = frozenset({
     "async_wrapper", "asyncwrapper", "blockcache", "cached", "dask", "data", "dir", "filecache", "generic",
     "libarchive", "reference", "simplecache", "tar", "zip",
@@ -88,6 +89,11 @@ def resolve_checkpoint_id(checkpoint_id: str | Path) -> str:
         )
     scheme = _scheme(text)
     if not scheme:
+        if _ONE_SLASH.match(text):
+            raise InvalidArgumentError(
+                f"checkpoint_id is {shown!r}: a URL has two slashes after its scheme. (A folder of that name is given "
+                f"as ./{shown})"
+            )
         return _absolute(text)
     path = text[len(scheme) + len("://") :]
     if scheme in _LOCAL_SCHEMES:

@@ -199,3 +199,10 @@ def test_a_secret_in_the_wrong_place_is_not_repeated_in_the_error() -> None:
     with pytest.raises(InvalidArgumentError) as caught, using(backend={"secret": "s3cr3t"}):  # type: ignore[arg-type]
         pytest.fail("the block must not run")
     assert "s3cr3t" not in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["HPDCP_BACKENDS_S3_READ_IN_FLIGHT", "HPDCP_S3_READ_IN_FLIGHT"])
+def test_one_underscore_where_two_belong_is_told(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "4")
+    with pytest.raises(InvalidArgumentError, match=f"{variable}.*two underscores: HPDCP_BACKENDS__S3__"):
+        current()

@@ -110,3 +110,13 @@ def test_a_password_is_not_shown(written: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         resolve_checkpoint_id(written)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["s3:/bucket/run", "gs:/bucket", "file:/data/run"])
+def test_a_url_with_one_slash_is_refused_and_a_folder_of_that_name_is_not(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="two slashes"):
+        resolve_checkpoint_id(text)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_checkpoint_id(f"./{text}") == str(tmp_path / text)
