@@ -50,6 +50,15 @@ class _Part:
     load: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Tensors whose chunks are not simply the boxes that ranks hold."""
+
+    entries: I64
+    chunks: set[tuple[int, Box]]
+    """(entry, box)."""
+
+
 def arrange(
     plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
 ) -> tuple[list[SavePlan], Metadata]:
@@ -73,6 +82,7 @@ def arrange(
     bounds = np.searchsorted(chunks.entry[order], np.arange(len(entries) + 1)).tolist()
     parts = [_Part() for _ in plans]
     made: list[tuple[int, Box]] = []
+    cut: set[int] = set()
     steps = np.maximum(entries.shape_dims, 1)
     starts = starts_of(entries.shape_ends)
     for entry, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -86,12 +96,15 @@ def arrange(
         offsets, sizes = _boxes(chunks, members, len(shape))
         found = chunk_shape(shape, itemsize, offsets, sizes)
         steps[starts[entry] : entries.shape_ends[entry]] = found
+        held = sizes.tolist()
         for cell in cells(shape, found, offsets, sizes) if len(members) else ():
             made.append((entry, cell.box))
+            if cell.holder < 0 or list(cell.box.sizes) != held[cell.holder]:
+                cut.add(entry)
             _assign(parts, entry, cell, ranks[members], itemsize)
     table = ChunkTable.from_boxes([entry for entry, _ in made], [(box.offsets, box.sizes) for _, box in made])
     table = table.take(sort_order(table.sort_keys()))
-    known = {(entry, box) for entry, box in made}
+    known = _Cut(np.array(sorted(cut), dtype=np.int64), {(entry, box) for entry, box in made if entry in cut})
     arranged = [
         _plan(plan, part, row, local, steps, known, entries)
         for plan, part, row, local in zip(plans, parts, rows, locals_, strict=True)
@@ -155,7 +168,7 @@ def _plan(
     rows: I64,
     local: SavePlan,
     steps: I64,
-    known: set[tuple[int, Box]],
+    known: _Cut,
     entries: EntryTable,
 ) -> SavePlan:
     """The rank's plan, in rows of its own entries."""
@@ -182,16 +195,14 @@ def _plan(
     )
 
 
-def _split(
-    local: SavePlan, rows: I64, steps: I64, known: set[tuple[int, Box]], entries: EntryTable
-) -> Iterator[tuple[int, Box]]:
+def _split(local: SavePlan, rows: I64, steps: I64, known: _Cut, entries: EntryTable) -> Iterator[tuple[int, Box]]:
     """Chunks inside boxes that this rank holds and that are no chunks: what it can compare with their writers'."""
     starts = starts_of(entries.shape_ends)
-    for number in np.flatnonzero(local.entries.kinds[local.chunks.entry] == EntryKind.TENSOR).tolist():
+    for number in np.flatnonzero(np.isin(rows[local.chunks.entry], known.entries)).tolist():
         own = int(local.chunks.entry[number])
         entry = int(rows[own])
         held = Box(*local.chunks.box(number))
-        if (entry, held) in known or entries.owners[entry] >= 0:
+        if (entry, held) in known.chunks or entries.owners[entry] >= 0:
             continue
         step = tuple(steps[starts[entry] : entries.shape_ends[entry]].tolist())
         for box in cells_inside(entries.shape(entry), step, held):

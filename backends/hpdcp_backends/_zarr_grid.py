@@ -119,20 +119,28 @@ def cells(
 ) -> Iterator[Cell]:
     """The chunks of a grid, in row-major order; each has the first box that holds all of it, or else every part."""
     counts = [-(-size // step) for size, step in zip(shape, steps, strict=True)]
+    boxes = [Box(tuple(begin), tuple(size)) for begin, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+    whole = Box.whole(shape)
+    if math.prod(counts) == 1:
+        # As most tensors are: small, or held by one rank.
+        row = next((row for row, box in enumerate(boxes) if box == whole), -1)
+        yield Cell(whole, row, tuple(enumerate(boxes)) if row < 0 else ())
+        return
     held: dict[tuple[int, ...], int] = {}
     touched: dict[tuple[int, ...], list[int]] = {}
     step = np.array(steps, dtype=np.int64)
     end = np.array(shape, dtype=np.int64)
     stops = offsets + sizes
-    first, last = offsets // step, -(-stops // step)
-    whole_first = -(-offsets // step)
-    whole_last = np.where(stops == end, last, stops // step)
-    for row in range(len(offsets)):
-        inner = [range(a, b) for a, b in zip(whole_first[row].tolist(), whole_last[row].tolist(), strict=True)]
+    last = -(-stops // step)
+    bounds = (-(-offsets // step), np.where(stops == end, last, stops // step), offsets // step, last)
+    for row, (whole_first, whole_last, first, past) in enumerate(
+        zip(*(bound.tolist() for bound in bounds), strict=True)
+    ):
+        inner = [range(a, b) for a, b in zip(whole_first, whole_last, strict=True)]
         for at in itertools.product(*inner):
             held.setdefault(at, row)
-        outer = [range(a, b) for a, b in zip(first[row].tolist(), last[row].tolist(), strict=True)]
-        if math.prod(map(len, outer)) != math.prod(map(len, inner)):
+        outer = [range(a, b) for a, b in zip(first, past, strict=True)]
+        if inner != outer:
             for at in itertools.product(*outer):
                 if at not in held:
                     touched.setdefault(at, []).append(row)
@@ -143,7 +151,7 @@ def cells(
             continue
         parts = []
         for row in touched.get(at, ()):
-            part = intersect(box, Box(tuple(offsets[row].tolist()), tuple(sizes[row].tolist())))
+            part = intersect(box, boxes[row])
             if part is not None:
                 parts.append((row, part))
         yield Cell(box, -1, tuple(parts))
