@@ -18,6 +18,8 @@ from hpdcp.staging import StagedState
 from hpdcp.worker_link import Link, Message
 
 _DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""Whether torch imports the packages that bring devices when it is imported; they may fail where they see none."""
 
 
 def search_path() -> list[str]:
@@ -28,7 +30,7 @@ def search_path() -> list[str]:
 def take_environment(variables: Mapping[str, str], path: Sequence[str]) -> None:
     """In the worker: have the trainer's variables, but for those that the worker was started with on purpose, and look
     for modules where it does."""
-    own = {"PYTHONPATH", *_DEVICES}
+    own = {"PYTHONPATH", _AUTOLOAD, *_DEVICES}
     for name in os.environ.keys() - variables.keys() - own:
         del os.environ[name]
     for name, value in variables.items():
@@ -49,7 +51,7 @@ class WorkerProcess:
         """Ids of the plans it was given or made."""
         self._link, theirs = Link.pair()
         path = os.pathsep.join(search_path())
-        hidden = dict.fromkeys(_DEVICES, "")
+        hidden = {**dict.fromkeys(_DEVICES, ""), _AUTOLOAD: "0"}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "hpdcp._worker", str(theirs.fileno()), self.incarnation],

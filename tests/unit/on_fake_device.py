@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp import StandardSavePlanner, device_copy, read_engine
+from hpdcp import StandardSavePlanner, async_persist, device_copy, read_engine
 from hpdcp.arena import Arena, tensor_at
 from hpdcp.checkpoint_io import block_checksums, byte_pieces
 from hpdcp.device_copy import Downloads, after_the_caller
@@ -403,6 +403,8 @@ def test_an_asynchronous_save_keeps_what_the_device_held_when_it_was_called(tmp_
     tensor.fill_(1)
     response = hpdcp.async_save({"t": tensor, "host": torch.ones(3)}, checkpoint_id=tmp_path / "c")
     tensor.fill_(2)
+    worker = Path(f"/proc/{async_persist._trainer.worker()._process.pid}/environ").read_bytes().split(b"\0")
+    assert {b"ASCEND_RT_VISIBLE_DEVICES=", b"TORCH_DEVICE_BACKEND_AUTOLOAD=0"} <= set(worker)
     response.get_result()
     loaded = {"t": torch.zeros(100_000), "host": torch.zeros(3)}
     hpdcp.load(loaded, checkpoint_id=tmp_path / "c")
