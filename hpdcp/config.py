@@ -169,6 +169,11 @@ class Setting(NamedTuple):
         """The value as text that is fit for a screen or a log: what looks like a secret is masked."""
         return _masked(self.key.rpartition(".")[2], self.value)
 
+    @property
+    def public(self) -> object:
+        """The value without what looks like a secret, for programs: what JSON has no word for is text."""
+        return _as_json(_cleaned(self.key.rpartition(".")[2], self.value))
+
 
 def current() -> Config:
     """The configuration in effect here and now.
@@ -180,7 +185,7 @@ def current() -> Config:
 
 
 def effective() -> list[Setting]:
-    """Every key with its value and its origin, for people to look at; the keys of backends where any are set."""
+    """Every key with its value and its origin, for people to look at; of tables, each entry, or an empty one."""
     tree = _merged()
     config = _build(tree)
     found: list[Setting] = []
@@ -189,11 +194,16 @@ def effective() -> list[Setting]:
         found.append(Setting(name, getattr(config, name), "default" if node is None else _origin(node)))
     for position, route in enumerate(config.routes):
         found.append(Setting(f"routes[{position}]", _plain(route), _origin(tree["routes"])))
-    for name in sorted(config.backends):
-        where = f"backends.{name}"
-        found += _settings_of(where, _table(where, _table("backends", tree["backends"])[name])).values()
-    for name in sorted(config.layouts):
-        found += layout_settings(name).values()
+    if not config.routes:
+        found.append(Setting("routes", [], origin_of("routes")))
+    for kind, names in (("backends", config.backends), ("layouts", config.layouts)):
+        tables = _table(kind, tree.get(kind, {}))
+        inside = [
+            each
+            for name in sorted(names)
+            for each in _settings_of(f"{kind}.{name}", _table(name, tables[name])).values()
+        ]
+        found += inside or [Setting(kind, {}, origin_of(kind))]
     return found
 
 
@@ -214,9 +224,22 @@ def settings_at(backend: str, url: str) -> dict[str, Setting]:
     found = _settings_of(f"backends.{backend}", _table(f"backends.{backend}", tables.get(backend, {})))
     route = config.route_for(url)
     if route is not None and route.backend in ("auto", backend):
-        options = _sourced({"options": _plain(route.options)}, _origin(tree["routes"]))["options"]
-        found |= _settings_of(f"routes[{config.routes.index(route)}].options", _table("options", options))
+        found |= route_settings(config.routes.index(route))
     return found
+
+
+def route_settings(position: int) -> dict[str, Setting]:
+    """What the options of the route at `position` say, by the name of the tunable, and where each comes from."""
+    tree = _merged()
+    given = _plain(_routes(tree["routes"])[position].options)
+    options = _sourced({"options": given}, _origin(tree["routes"]))["options"]
+    return _settings_of(f"routes[{position}].options", _table("options", options))
+
+
+def backend_settings(backend: str) -> dict[str, Setting]:
+    """What the table of the backend of that name says, without any route; else as `settings_at`."""
+    tables = _table("backends", _merged().get("backends", {}))
+    return _settings_of(f"backends.{backend}", _table(f"backends.{backend}", tables.get(backend, {})))
 
 
 def origin_of(*path: str) -> str:
@@ -390,7 +413,7 @@ def _file_layer() -> _Tree:
     named = os.environ.get("HPDCP_CONFIG")
     if named == "":
         return {}
-    path = os.path.expanduser(DEFAULT_FILE if named is None else named)
+    path = os.path.abspath(os.path.expanduser(DEFAULT_FILE if named is None else named))
     try:
         status = os.stat(path)
         return _sourced(_parse_file(path, status.st_mtime_ns, status.st_size, status.st_ino), path)
@@ -591,13 +614,36 @@ def _overlay(below: Mapping[str, object], over: Mapping[str, object]) -> dict[st
 
 
 def _masked(key: str, value: object) -> str:
+    return _text(_cleaned(key, value))
+
+
+def _cleaned(key: str, value: object) -> object:
+    """The value of that key without what looks like a secret."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {_masked(str(name), entry)}" for name, entry in value.items()) + "}"
+        return {str(name): _cleaned(str(name), entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_masked(key, entry) for entry in value) + "]"
+        return [_cleaned(key, entry) for entry in value]
     if isinstance(value, (str, bytes)) and _SECRET.search(key):
-        return "'***'"
-    return repr(_PASSWORD.sub(r"\1***\2", value) if isinstance(value, str) else value)
+        return "***"
+    return _PASSWORD.sub(r"\1***\2", value) if isinstance(value, str) else value
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_text(entry)}" for name, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return repr(value)
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _as_json(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_as_json(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
 
 
 def _all_keys() -> list[str]:

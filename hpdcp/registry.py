@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import os
@@ -157,9 +158,10 @@ def _refuse_unknown_tables(tables: Iterable[str]) -> None:
     """A table for a backend that does not exist has no effect, which is not what whoever wrote it meant."""
     for name in tables:
         if name not in _BACKENDS and name not in (others := entry_points(group="hpdcp.backends").names):
+            known = sorted({*_BACKENDS, *others})
             raise InvalidArgumentError(
                 f"{config.origin_of('backends', name)}: configuration key 'backends.{name}': no backend is called "
-                f"{name!r}; known are {sorted({*_BACKENDS, *others})}."
+                f"{name!r}; known are {known}.{_near(name, known)}"
             )
 
 
@@ -176,12 +178,55 @@ def _refuse_unknown(
     for key, setting in given.items():
         if key in keywords or key.startswith("storage_options."):
             continue
-        near = difflib.get_close_matches(key, keywords, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InvalidArgumentError(
-            f"{setting.origin}: configuration key {setting.key!r}: {kind} {name!r} has no setting {key!r}.{hint} "
-            f"Known: {', '.join(keywords)}."
+            f"{setting.origin}: configuration key {setting.key!r}: {kind} {name!r} has no setting {key!r}."
+            f"{_near(key, keywords)} Known: {', '.join(keywords)}."
         )
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """A question that names the nearest of the known names; empty where none is near."""
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def check_configuration() -> None:
+    """Raise for what the configuration gives backends and layouts that none of them takes, before any is opened.
+
+    Names alone: values are checked by the constructors. What needs a package that is not installed is left aside.
+
+    Raises:
+        InvalidArgumentError: no such backend or layout, or no such setting of it; names the key and where it stands.
+    """
+    settings = config.current()
+    _refuse_unknown_tables(settings.backends)
+    _refuse_unknown_layouts(settings.layouts)
+    for name in settings.backends:
+        _refuse_unknown_of_backend(name, config.backend_settings(name))
+    for name in settings.layouts:
+        with contextlib.suppress(NotSupportedError):
+            _refuse_unknown(name, find_layout(name), config.layout_settings(name), kind="layout")
+    for position, route in enumerate(settings.routes):
+        wanted = route.backend if route.backend != "auto" else settings.backend
+        candidates = [wanted] if wanted != "auto" else _by_prefix(route.prefix)
+        refused: list[InvalidArgumentError] = []
+        for name in candidates:
+            try:
+                _refuse_unknown_of_backend(name, config.route_settings(position))
+            except InvalidArgumentError as error:
+                refused.append(error)
+        if len(refused) == len(candidates):
+            raise refused[0]
+
+
+def _by_prefix(prefix: str) -> list[str]:
+    """The backends that places under the prefix may get; local ones depend on where file systems are mounted."""
+    return ["local", "nfs"] if _scheme(prefix) in _LOCAL_SCHEMES else [_by_place(prefix)]
+
+
+def _refuse_unknown_of_backend(name: str, given: Mapping[str, config.Setting]) -> None:
+    with contextlib.suppress(NotSupportedError):
+        _refuse_unknown(name, _find(name, "backend", _BACKENDS, "hpdcp.backends"), given)
 
 
 def find_layout(name: str) -> Callable[..., Any]:
@@ -192,6 +237,16 @@ def find_layout(name: str) -> Callable[..., Any]:
     """
     found: Callable[..., Any] = _find(name, "layout", _LAYOUTS, "hpdcp.layouts")
     return found
+
+
+def _refuse_unknown_layouts(tables: Iterable[str]) -> None:
+    for name in tables:
+        if name not in _LAYOUTS and name not in (others := entry_points(group="hpdcp.layouts").names):
+            known = sorted({*_LAYOUTS, *others})
+            raise InvalidArgumentError(
+                f"{config.origin_of('layouts', name)}: configuration key 'layouts.{name}': no layout is called "
+                f"{name!r}; known are {known}.{_near(name, known)}"
+            )
 
 
 def layout_of_marks(keys: Collection[str]) -> str | None:
@@ -206,12 +261,7 @@ def open_layout(name: str) -> Any:
         InvalidArgumentError, NotSupportedError: as `open_backend`.
     """
     build = find_layout(name)
-    for other in config.current().layouts:
-        if other not in _LAYOUTS and other not in (others := entry_points(group="hpdcp.layouts").names):
-            raise InvalidArgumentError(
-                f"{config.origin_of('layouts', other)}: configuration key 'layouts.{other}': no layout is called "
-                f"{other!r}; known are {sorted({*_LAYOUTS, *others})}."
-            )
+    _refuse_unknown_layouts(config.current().layouts)
     given = config.layout_settings(name)
     if not given:
         return build()
@@ -257,7 +307,8 @@ def _find(name: str, kind: str, known: Mapping[str, str], group: str) -> Callabl
         others = {point.name: point for point in entry_points(group=group)}
         if name in others:
             return _load(others[name], kind)
-        raise InvalidArgumentError(f"no {kind} is called {name!r}; known are {sorted({*known, *others})}.")
+        names = sorted({*known, *others})
+        raise InvalidArgumentError(f"no {kind} is called {name!r}; known are {names}.{_near(name, names)}")
     module, _, attribute = spec.partition(":")
     try:
         found: Callable[..., Any] = getattr(import_module(module), attribute)

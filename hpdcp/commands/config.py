@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpdcp import config
+from hpdcp import config, registry
 from hpdcp.commands import output
 from hpdcp.commands.options import AsJson
 from hpdcp.commands.output import leave_to_rank_0, print_json, table_of, text_of
@@ -12,8 +12,9 @@ def show(as_json: AsJson = False) -> None:
     """Show every key of the configuration, its value and where that comes from. Secrets are masked."""
     leave_to_rank_0()
     settings = config.effective()
+    registry.check_configuration()
     if as_json:
-        print_json([{"key": s.key, "value": s.shown, "origin": s.origin} for s in settings])
+        print_json([{"key": s.key, "value": s.public, "origin": s.origin} for s in settings])
         return
     table = table_of("key", "value", "from")
     for setting in settings:

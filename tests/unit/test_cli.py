@@ -129,7 +129,7 @@ def test_config_show_says_where_each_value_comes_from(monkeypatch: pytest.Monkey
     assert rows(output)["layout"] == ["'safetensors'", "default"]
     assert "tell-nobody" not in output
     document = command("config", "show", "--json").document
-    assert {"key": "layout", "value": "'safetensors'", "origin": "default"} in document
+    assert {"key": "layout", "value": "safetensors", "origin": "default"} in document
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
