@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except HpdcpError as error:
         # All ranks raise what one of them met.
         if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0":
-            sys.stderr.write(f"hpdcp: {' '.join(str(error).split())}\n")
+            from hpdcp.commands.wording import in_commands
+
+            sys.stderr.write(f"hpdcp: {in_commands(' '.join(str(error).split()))}\n")
         raise SystemExit(_status(error, given)) from None
 
 

@@ -76,6 +76,50 @@ def open_place(place: str, access: Access) -> Backend:
     return registry.open_backend(place, name=access.backend, storage_options=access.options)
 
 
+def holds_checkpoint(place: str, access: Access) -> bool:
+    """Whether a checkpoint is there, which a new one replaces: of ranks that saved together, or each for itself."""
+    return any(key == METADATA or rank_of_metadata_key(key) is not None for key in _keys_at(place, access))
+
+
+def holds_weights(place: str, access: Access) -> bool:
+    """Whether Hugging Face weights are there, which an export replaces."""
+    return not {WEIGHTS, INDEX}.isdisjoint(_keys_at(place, access))
+
+
+def holds_file(place: str, access: Access) -> bool:
+    """Whether the place is a file, which a new one replaces."""
+    if is_local(place):
+        return os.path.isfile(place)
+    folder, name = parent_of(place)
+    with closing(open_place(folder, access)) as backend:
+        try:
+            backend.size(name)
+        except KeyNotFoundError:
+            return False
+    return True
+
+
+def _keys_at(place: str, access: Access) -> list[str]:
+    with closing(open_place(place, access)) as backend:
+        try:
+            return [info.key for info in backend.list_keys()]
+        except CheckpointNotFoundError:
+            return []
+
+
+def require_file_name(given: str | Path, place: str) -> None:
+    """Raise unless a file may be written under that name; `place` is what `two_places` makes of it.
+
+    Raises:
+        InvalidArgumentError: it is a folder, or written as one, or the root of a store.
+    """
+    root = not is_local(place) and "/" not in place.partition("://")[2]
+    if root or os.fspath(given).endswith("/") or (is_local(place) and os.path.isdir(place)):
+        raise InvalidArgumentError(
+            f"{place} is a folder; expected the name of the file to write, such as {place.rstrip('/')}/checkpoint.pt."
+        )
+
+
 def verify_setting() -> str:
     """Which checksums a conversion compares: all, unless the configuration says none."""
     return "never" if config.current().verify == "never" else "always"
@@ -119,14 +163,17 @@ class FolderReader(HuggingFaceReader):
         try:
             return super().load_metadata()
         except (CheckpointNotFoundError, UnsupportedFormatError, StorageError) as error:
+            if file_at(self._place, self._access) is not None:
+                raise InvalidArgumentError(
+                    f"{self._place} is a file; expected a folder of weights: src_platform='torch' converts a single "
+                    "file."
+                ) from error
             advice = self._advice()
             if not advice:
                 raise
             raise type(error)(f"{error} {advice}") from error
 
     def _advice(self) -> str:
-        if file_at(self._place, self._access) is not None:
-            return "It is a file: src_platform='torch' converts a single file."
         try:
             keys = [info.key for info in self.backend.list_keys()]
         except StorageError:
@@ -141,15 +188,7 @@ def file_at(place: str, access: Access) -> str | None:
     """The name of the file that the place is; None where there is no such file."""
     if is_local(place):
         return os.path.basename(place) if os.path.isfile(place) else None
-    if not place.endswith(_FILES):
-        return None
-    folder, name = parent_of(place)
-    with closing(open_place(folder, access)) as backend:
-        try:
-            backend.size(name)
-        except KeyNotFoundError:
-            return None
-    return name
+    return parent_of(place)[1] if place.endswith(_FILES) and holds_file(place, access) else None
 
 
 def the_file(place: str, access: Access) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,12 @@ _STANDS_FOR_ALL: Final = (re.compile(r"(^|\.)shared\."), re.compile(r"emb|wte", 
 """Of tied weights, transformers stores the embedding and ties output layers to it; where encoder and decoder have one
 each, it stores the one they share."""
 _DIGITS: Final = re.compile(r"(\d+)")
+
+_SHORT_DTYPES: Final = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32", "fp64": "float64",
+    "f64": "float64", "fp8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+}  # fmt: skip
+"""What other tools call dtypes of torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +106,30 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if found is None and dtype is None:
         return None
     if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
+        near = "" if isinstance(found, torch.dtype) else _near_dtype(str(dtype))
+        hint = f" Did you mean {near!r}?" if near else ""
         raise InvalidArgumentError(
             f"dtype is {dtype!r}; expected a floating-point or complex one, such as 'bfloat16': tensors of integers "
-            "and bools are never cast."
+            f"and bools are never cast.{hint}"
         )
     return found
+
+
+def _near_dtype(name: str) -> str:
+    """torch's name for what other tools call so, or the nearest one; empty where none is near.
+
+    >>> _near_dtype("bf16"), _near_dtype("FP16"), _near_dtype("float23"), _near_dtype("apple")
+    ('bfloat16', 'float16', 'float32', '')
+    """
+    lower = name.lower().removeprefix("torch.")
+    if lower in _SHORT_DTYPES:
+        return _SHORT_DTYPES[lower]
+    known = [
+        key
+        for key, value in vars(torch).items()
+        if isinstance(value, torch.dtype) and value.is_floating_point and str(value) == f"torch.{key}"
+    ]
+    return next(iter(difflib.get_close_matches(lower, known, n=1)), "")
 
 
 def select_tensors(source: StoredTensors, rules: Rules) -> Selection:

@@ -13,7 +13,15 @@ import numpy as np
 from hpdcp.collectives import open_exchange
 from hpdcp.conversion import FillTargets, StoredTensors
 from hpdcp.conversion_planner import ConversionPlanner, shares
-from hpdcp.conversion_source import Access, Options, metadata_of, require_checkpoint, two_places, verify_setting
+from hpdcp.conversion_source import (
+    Access,
+    Options,
+    holds_checkpoint,
+    metadata_of,
+    require_checkpoint,
+    two_places,
+    verify_setting,
+)
 from hpdcp.export_job import Progress, counter
 from hpdcp.filesystem_storage import FileSystemReader, FileSystemWriter
 from hpdcp.load_plan import LoadPlan, ReadItem
@@ -71,10 +79,11 @@ def convert_dcp_to_dcp(
             metadata.entries.fqns[row]: _nbytes(stored, row)
             for row in np.flatnonzero(metadata.entries.kinds == EntryKind.TENSOR).tolist()
         }
+        replaced = exchange.agree("looking at the destination", lambda: holds_checkpoint(target, to))
         if dry_run:
             planner = _CopyPlanner(stored, reader)
             exchange.agree("checking the source", lambda: stored.check(planner.everything()))
-            return Conversion(source, target, tensors, {}, dry_run=True)
+            return Conversion(source, target, tensors, {}, dry_run=True, replaced=replaced)
         mine = shares(metadata, exchange.world_size)[exchange.rank]
         total = sum(box.volume * stored.dtype(row).itemsize for row, box in mine)
         planner = _CopyPlanner(stored, reader, counter(progress, total))
@@ -90,7 +99,7 @@ def convert_dcp_to_dcp(
             )
         finally:
             planner.close()
-        return Conversion(source, target, tensors, dict(saved.files))
+        return Conversion(source, target, tensors, dict(saved.files), replaced=replaced)
 
 
 def _nbytes(stored: StoredTensors, row: int) -> int:

@@ -35,11 +35,15 @@ from hpdcp.conversion_source import (
     Access,
     FolderReader,
     Options,
+    holds_checkpoint,
+    holds_file,
+    holds_weights,
     is_local,
     metadata_of,
     open_place,
     parent_of,
     require_checkpoint,
+    require_file_name,
     the_file,
     two_places,
     verify_setting,
@@ -90,6 +94,8 @@ class Conversion:
     copied: tuple[str, ...] = ()
     """Files that are copied along."""
     dry_run: bool = False
+    replaced: bool = False
+    """Whether something of the kind was at the destination, which is replaced."""
 
     @property
     def nbytes(self) -> int:
@@ -153,10 +159,11 @@ def convert_full_checkpoint_to_dcp(
         metadata = metadata_of(reader, exchange)
         stored = exchange.agree("opening the source", lambda: StoredTensors(reader, metadata))
         tensors = _tensor_sizes(metadata)
+        replaced = exchange.agree("looking at the destination", lambda: holds_checkpoint(target, to))
         if dry_run:
             planner = ConversionPlanner(stored)
             exchange.agree("checking the source", lambda: stored.check(planner.everything()))
-            return Conversion(source, target, tensors, {}, dry_run=True)
+            return Conversion(source, target, tensors, {}, dry_run=True, replaced=replaced)
         mine = shares(metadata, exchange.world_size)[exchange.rank]
         total = sum(box.volume * stored.dtype(row).itemsize for row, box in mine) if progress is not None else 0
         planner = ConversionPlanner(stored, counter(progress, total))
@@ -164,7 +171,7 @@ def convert_full_checkpoint_to_dcp(
             saved = _save({}, planner, target, to, exchange)
         finally:
             planner.close()
-        return Conversion(source, target, tensors, dict(saved.files))
+        return Conversion(source, target, tensors, dict(saved.files), replaced=replaced)
 
 
 def convert_dcp_to_huggingface(
@@ -236,12 +243,20 @@ def convert_dcp_to_huggingface(
             return ExportJob(stored, {each.name: each for each in selection.tensors}, plan, selection.skipped, beside)
 
         job = exchange.agree("planning the export", prepare)
+        replaced = exchange.agree("looking at the destination", lambda: holds_weights(target, to))
         if not dry_run:
             backend = exchange.agree("opening the destination", lambda: open_place(target, to))
             with closing(backend):
                 job.run(backend, exchange, overwrite=overwrite, progress=progress)
         return Conversion(
-            source, target, job.sizes, job.plan.sizes, job.skipped, tuple(job.beside.files), dry_run=dry_run
+            source,
+            target,
+            job.sizes,
+            job.plan.sizes,
+            job.skipped,
+            tuple(job.beside.files),
+            dry_run=dry_run,
+            replaced=replaced,
         )
 
 
@@ -268,9 +283,11 @@ def convert_dcp_to_torch(
             `convert_full_checkpoint_to_dcp`.
 
     Raises:
+        InvalidArgumentError: the destination is a folder.
         CheckpointError, StorageError, UnsafePickleError: the destination is as it was.
     """
     source, target = two_places(src, dst)
+    require_file_name(dst, target)
     from_, to = Access(src_backend, src_storage_options), Access(dst_backend, dst_storage_options)
     with closing(
         FileSystemReader(
@@ -284,8 +301,9 @@ def convert_dcp_to_torch(
         metadata = metadata_of(reader, Alone())
         require_checkpoint(metadata, source)
         tensors = _tensor_sizes(metadata)
+        replaced = holds_file(target, to)
         if dry_run:
-            return Conversion(source, target, tensors, {}, dry_run=True)
+            return Conversion(source, target, tensors, {}, dry_run=True, replaced=replaced)
         local_folder = parent_of(target)[0] if is_local(target) else None
         if local_folder is not None:
             os.makedirs(local_folder, exist_ok=True)
@@ -300,7 +318,7 @@ def convert_dcp_to_torch(
                 backend.prepare()
                 with bars.bar("upload", size):
                     upload(os.path.join(spool, "file"), bars.counted(backend), name)
-        return Conversion(source, target, tensors, {target: size})
+        return Conversion(source, target, tensors, {target: size}, replaced=replaced)
 
 
 def full_state_dict_to_dcp_format(
@@ -410,11 +428,12 @@ def _convert_torch_file(
         state = exchange.agree("reading the file", lambda: load_torch_file(path, shown=source))
         flat, _ = flatten_state_dict(state)
         tensors = {key: value.nbytes for key, value in flat.items() if isinstance(value, torch.Tensor)}
+        replaced = exchange.agree("looking at the destination", lambda: holds_checkpoint(target, to))
         if dry_run:
-            return Conversion(source, target, tensors, {}, dry_run=True)
+            return Conversion(source, target, tensors, {}, dry_run=True, replaced=replaced)
         planner = _CountingPlanner(counter(progress, sum(tensors.values())))
         saved = _save(state, planner, target, to, exchange)
-        return Conversion(source, target, tensors, dict(saved.files))
+        return Conversion(source, target, tensors, dict(saved.files), replaced=replaced)
 
 
 def _write_torch_file(value: Any, tensors: Mapping[str, int], path: str) -> int:

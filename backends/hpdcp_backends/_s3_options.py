@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -122,7 +123,27 @@ class S3Options:
         try:
             return session.create_client("s3", config=Config(**settings), **self.client)
         except (TypeError, ValueError) as error:
+            where, endpoint = self._endpoint(session)
+            if endpoint and not endpoint.lower().startswith(("http://", "https://")):
+                user, at, host = endpoint.rpartition("@")
+                shown = f"***@{host}" if at and user else endpoint
+                raise InvalidArgumentError(
+                    f"{where} is {shown!r}: http:// or https:// is missing in front of it."
+                ) from None  # its text repeats what may be a password
             raise InvalidArgumentError(f"storage_options for S3 cannot be used: {error}.") from error
+
+    def _endpoint(self, session: Session) -> tuple[str, str]:
+        """Where the endpoint comes from, in the order in which botocore looks, and what it is; empty for none."""
+        if self.client.get("endpoint_url"):
+            return "storage_options endpoint_url", str(self.client["endpoint_url"])
+        if os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true":
+            for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+                if os.environ.get(variable):
+                    return f"environment variable {variable}", os.environ[variable]
+            profile = session.get_scoped_config()
+            if isinstance(profile.get("endpoint_url"), str):
+                return "endpoint_url in the configuration of AWS", str(profile["endpoint_url"])
+        return "", ""
 
     def refusals(self) -> list[str]:
         """Options that only botocore honours."""

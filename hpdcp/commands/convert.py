@@ -146,7 +146,12 @@ def dcp_to_hf(
         typer.Option("--copy-from", metavar="DIR", help="Copy this folder's config, tokenizer, … along."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an export even where file names are the same.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Needed to replace an export whose shards have the names of the new ones, as where both have the "
+            "same number of shards. Any other export is replaced without it.",
+        ),
     ] = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -276,10 +281,12 @@ def _described(done: Conversion, seconds: float, kind: str) -> Iterator[Renderab
         yield text_of(f"copied along: {', '.join(done.copied)}")
     files = f" in {count_of(len(done.files), 'file')}" if done.files else ""
     what = f"{count_of(len(done.tensors), 'tensor')}, {size_of(done.nbytes)}{files}"
+    verb = "would replace" if done.dry_run else "replaced"
+    before = f"; {verb} the {kind} that was there" if done.replaced else ""
     if done.dry_run:
-        yield text_of(f"would write a {kind}: {done.dst}: {what}", "bold")
+        yield text_of(f"would write a {kind}: {done.dst}: {what}{before}", "bold")
     else:
-        yield text_of(f"wrote a {kind}: {done.dst}: {what}, in {rate_of(done.nbytes, seconds)}", "bold")
+        yield text_of(f"wrote a {kind}: {done.dst}: {what}, in {rate_of(done.nbytes, seconds)}{before}", "bold")
 
 
 def _left_out(skipped: Mapping[str, str]) -> Iterator[RenderableType]:

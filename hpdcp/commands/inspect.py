@@ -17,6 +17,7 @@ from hpdcp.commands.output import (
     cut_off,
     in_order,
     leave_to_rank_0,
+    note,
     print_json,
     shape_of,
     show,
@@ -48,6 +49,8 @@ def inspect(
         raise typer.BadParameter("--tree and --json exclude each other.")
     reader = FileSystemReader(backend=backend, storage_options=storage_options)
     report = inspect_checkpoint(url, pattern=pattern, reader=reader)
+    if pattern is not None and not report.entries:
+        note(f"no name matches --filter {pattern!r}; without it, all are shown.")
     if as_json:
         print_json(_as_document(report))
     elif tree:
@@ -81,9 +84,9 @@ def _totals(report: CheckpointReport) -> Group:
     ]
     stored = f"{size_of(report.nbytes)} in {count_of(sum(entry.chunks for entry in report.entries), 'chunk')}"
     files = f"{count_of(len(report.files), 'file')} of {size_of(report.file_bytes)}"
-    return Group(
-        text_of(f"{', '.join(entries)}: {stored}"), text_of(f"{files}, metadata of {size_of(report.metadata_bytes)}")
-    )
+    if report.metadata_bytes:  # weights in one file have none but its header
+        files += f", metadata of {size_of(report.metadata_bytes)}"
+    return Group(text_of(f"{', '.join(entries)}: {stored}"), text_of(files))
 
 
 def _tables(report: CheckpointReport, limit: int | None) -> Iterable[RenderableType]:

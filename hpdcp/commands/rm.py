@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from hpdcp.commands.options import AsJson, BackendName, DryRun, StorageOptions, Url
 from hpdcp.commands.output import count_of, leave_to_rank_0, note, plain, print_json, show, size_of, text_of
+from hpdcp.errors import InvalidArgumentError
 from hpdcp.remove import Removal, remove_checkpoint
 
 _MOST_NAMED: Final = 10
@@ -19,12 +20,12 @@ _MOST_NAMED: Final = 10
 
 def rm(
     url: Url,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="Also where a save may be in progress, which then publishes nothing, or the metadata is damaged.",
+            help="Remove even with damaged metadata, or where a save may be in progress, which then publishes nothing.",
         ),
     ] = False,
     dry_run: DryRun = False,
@@ -38,7 +39,8 @@ def rm(
     """
     leave_to_rank_0()
     if not (yes or dry_run or sys.stdin.isatty()):
-        raise typer.BadParameter("there is no terminal to ask on: give --yes to remove it, or --dry-run to look.")
+        # No error of usage: what would be printed of that goes before the one sentence that helps.
+        raise InvalidArgumentError("there is no terminal to ask on: give --yes to remove it, or --dry-run to look.")
     confirmed = True
 
     def confirm(planned: Removal) -> bool:

@@ -75,6 +75,12 @@ def test_a_filter_leaves_only_names_that_match(checkpoint: Path, command: Comman
     assert "step" not in rows(output)
 
 
+def test_a_filter_that_matches_nothing_is_told(checkpoint: Path, command: Command) -> None:
+    for options in ([], ["--tree"], ["--json"]):
+        assert "no name matches --filter 'nope.*'" in command("inspect", checkpoint, "--filter", "nope.*", *options).err
+    assert command("inspect", checkpoint, "--filter", "model.*").err == ""
+
+
 def test_the_tree_adds_up_branches(checkpoint: Path, command: Command) -> None:
     lines = command("inspect", checkpoint, "--tree").out.splitlines()
     (model,) = [line for line in lines if line.startswith("model ")]

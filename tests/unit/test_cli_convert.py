@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hpdcp
+from hpdcp.commands.wording import WORDS
 from tests.support.command import Command
 from tests.support.huggingface import read_index, same, write_shards
 
@@ -76,8 +77,47 @@ def test_an_export_in_the_way_stays_unless_overwrite_is_given(
 ) -> None:
     arguments = ["convert", "dcp-to-hf", checkpoint, tmp_path / "out", "--max-shard-size", "0.05KB"]
     command(*arguments)
-    assert "overwrite" in command(*arguments, status=3).err
+    assert "pass --overwrite" in command(*arguments, status=3).err
     command(*arguments, "--overwrite")
+
+
+def test_what_is_replaced_is_told(folder: Path, checkpoint: Path, tmp_path: Path, command: Command) -> None:
+    torch.save(WEIGHTS, tmp_path / "weights.pt")
+    cases = [
+        ("hf-to-dcp", folder, "checkpoint"),
+        ("torch-to-dcp", tmp_path / "weights.pt", "checkpoint"),
+        ("dcp-to-dcp", checkpoint, "checkpoint"),
+        ("dcp-to-hf", checkpoint, "folder of weights"),
+        ("dcp-to-torch", checkpoint, "file"),
+    ]
+    for kind, src, what in cases:
+        arguments = ["convert", kind, src, tmp_path / kind]
+        assert "that was there" not in command(*arguments).said
+        assert f"; would replace the {what} that was there" in command(*arguments, "--dry-run").said
+        assert f"; replaced the {what} that was there" in command(*arguments).said
+        assert command(*arguments, "--json").document["replaced"] is True
+
+
+def test_a_file_of_torch_needs_a_name(checkpoint: Path, tmp_path: Path, command: Command) -> None:
+    for dst in (tmp_path, f"{tmp_path}/new/", f"file://{tmp_path}", "memory://root"):
+        message = command("convert", "dcp-to-torch", checkpoint, dst, status=2).err
+        assert "is a folder; expected the name of the file to write, such as " in message
+        assert "/checkpoint.pt" in message
+
+
+def test_names_of_dtypes_of_other_tools_are_answered_with_those_of_torch(
+    checkpoint: Path, tmp_path: Path, command: Command
+) -> None:
+    for given, meant in (("bf16", "bfloat16"), ("FP32", "float32"), ("bfloat_16", "bfloat16")):
+        message = command("convert", "dcp-to-hf", checkpoint, tmp_path / "out", "--dtype", given, status=2).err
+        assert f"--dtype is {given!r}" in message
+        assert f"Did you mean {meant!r}?" in message
+
+
+def test_every_phrase_that_the_command_line_puts_in_other_words_is_one_of_the_library() -> None:
+    folder = Path(hpdcp.__file__).parent
+    source = "".join(path.read_text("utf-8") for path in folder.glob("*.py"))
+    assert [phrase for phrase in WORDS if phrase not in source] == []
 
 
 def test_a_dry_run_says_what_would_be_written_and_writes_nothing(
@@ -183,7 +223,10 @@ def test_errors_are_one_line_and_leave_no_document(folder: Path, tmp_path: Path,
     assert answer.out == ""
     assert answer.err.count("\n") == 1
     assert answer.err.startswith("hpdcp: ")
-    assert "src_platform" in command("convert", "torch-to-dcp", folder, tmp_path / "out", status=2).err
+    for kind, place in (("torch-to-dcp", folder), ("hf-to-dcp", folder / "model-00001-of-00002.safetensors")):
+        message = command("convert", kind, place, tmp_path / "out", status=2).err
+        assert f"`hpdcp convert {'hf-to-dcp' if kind == 'torch-to-dcp' else 'torch-to-dcp'}` converts" in message
+        assert "src_platform" not in message
     assert command("convert", status=2).said
     assert command("convert", "hf-to-dcp", folder, status=2).said
 

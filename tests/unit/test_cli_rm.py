@@ -51,7 +51,9 @@ def test_without_a_terminal_and_without_yes_nothing_goes(
 ) -> None:
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
-        assert "give --yes" in command("rm", folder, status=2).said
+        answer = command("rm", folder, status=2)
+        assert answer.err.startswith("hpdcp: there is no terminal to ask on: give --yes")
+        assert answer.err.count("\n") == 1
     assert (folder / ".metadata").exists()
 
 

@@ -120,9 +120,9 @@ def test_the_wrong_platform_is_recognised_and_the_right_one_named(tmp_path: Path
     new = tmp_path / "dcp"
     with pytest.raises(InvalidArgumentError, match=r"is a folder.*Hugging Face folder: src_platform='huggingface'"):
         convert(tmp_path / "hf", new)
-    with pytest.raises(HpdcpError, match="It is a file: src_platform='torch'"):
+    with pytest.raises(HpdcpError, match=r"is a file; .*: src_platform='torch'"):
         convert(tmp_path / "m.pt", new, "huggingface")
-    with pytest.raises(HpdcpError, match="It is a file: src_platform='torch'"):
+    with pytest.raises(HpdcpError, match=r"is a file; .*: src_platform='torch'"):
         convert(tmp_path / "hf" / "model.safetensors", new, "huggingface")
     with pytest.raises(UnsupportedFormatError, match=r"src_platform='torch'.*bin/pytorch_model\.bin"):
         convert(tmp_path / "bin", new, "huggingface")
