@@ -58,7 +58,9 @@ def test_a_misspelt_variable_is_named(monkeypatch: pytest.MonkeyPatch, command: 
 
 
 def test_what_one_of_the_backends_of_a_prefix_takes_passes(file: Path, command: Command) -> None:
-    file.write_text("[[routes]]\nprefix = '/data'\noptions = { max_open_files = 4 }\n[backends.s3]\nread_in_flight = 3\n")
+    file.write_text(
+        "[[routes]]\nprefix = '/data'\noptions = { max_open_files = 4 }\n[backends.s3]\nread_in_flight = 3\n"
+    )
     assert values(command)["backends.s3.read_in_flight"] == 3
 
 
