@@ -97,7 +97,10 @@ class Comparison:
     differences: tuple[Difference, ...]
     """By name, numbers by their value."""
     arrangement: tuple[Difference, ...] = ()
-    """Differences in how things are stored, where those were not asked for: they do not count."""
+    """Differences in how things are stored, where those were not asked for, and in dtypes that are to be ignored: they
+    do not count."""
+    across_dtypes: bool = False
+    """Whether values were compared also where dtypes differ."""
 
     @property
     def is_equal(self) -> bool:
@@ -114,6 +117,7 @@ def compare_checkpoints(
     atol: float = 0.0,
     trust_checksums: bool = False,
     layout: bool = False,
+    ignore_dtype: bool = False,
     keys: Sequence[str] = (),
     prefix_a: str = "",
     prefix_b: str = "",
@@ -132,6 +136,8 @@ def compare_checkpoints(
             that differs passes with a chance of 1 in 2**32 for each 4 MiB, and damage since the save goes unnoticed.
             Implies `values`.
         layout: how things are stored counts as well: boxes, ties, nesting.
+        ignore_dtype: a dtype that differs does not count; numbers are compared as what they are, in a dtype that holds
+            those of both sides. An export that was cast has lost digits: give a tolerance as well. Implies `values`.
         keys: only names that match one of these patterns, as a shell matches files, without the prefix.
         prefix_a, prefix_b: only names that begin so, without it: `"model."` to compare with Hugging Face weights.
         reader_a, reader_b: in place of the configured ones.
@@ -157,22 +163,31 @@ def compare_checkpoints(
                 f"nothing is left to compare: keys {list(keys)}, prefixes {prefix_a!r} and {prefix_b!r} leave no name "
                 f"of {side_a.url} nor of {side_b.url}."
             )
-        comparison = _Comparison(side_a, side_b, rtol=rtol, atol=atol, plain_names=not (prefix_a or prefix_b))
+        comparison = _Comparison(
+            side_a,
+            side_b,
+            rtol=rtol,
+            atol=atol,
+            plain_names=not (prefix_a or prefix_b),
+            across_dtypes=ignore_dtype or rtol > 0 or atol > 0,
+        )
         comparison.compare_structure()
-        values = values or trust_checksums or rtol > 0 or atol > 0
+        values = values or trust_checksums or comparison.across_dtypes
         if values:
             comparison.compare_values(trust_checksums=trust_checksums, on_progress=on_progress)
         found = sorted(comparison.found, key=lambda each: (natural_key(each.fqn), each.owner or 0, each.aspect.value))
+        aside = (frozenset() if layout else ARRANGEMENT) | ({Aspect.DTYPE} if ignore_dtype else frozenset())
         return Comparison(
             url_a=side_a.url,
             url_b=side_b.url,
             names=len(comparison.common),
             values=values,
             nbytes=comparison.nbytes,
+            across_dtypes=comparison.across_dtypes,
             trusted_nbytes=comparison.trusted_nbytes,
             seconds=time.perf_counter() - began,
-            differences=tuple(each for each in found if layout or each.aspect not in ARRANGEMENT),
-            arrangement=tuple(each for each in found if not layout and each.aspect in ARRANGEMENT),
+            differences=tuple(each for each in found if each.aspect not in aside),
+            arrangement=tuple(each for each in found if each.aspect in aside),
         )
 
 
@@ -290,6 +305,8 @@ class _Comparison:
     atol: float
     plain_names: bool
     """Whether names are compared as they are, so that the ways to them can be, too."""
+    across_dtypes: bool
+    """Whether values are compared also where dtypes differ."""
     found: list[Difference] = field(default_factory=list)
     common: dict[_Key, tuple[int, int]] = field(default_factory=dict)
     """Name → rows on both sides."""
@@ -346,7 +363,7 @@ class _Comparison:
             elif self.a.kind(row_a) is EntryKind.OBJECT:
                 values[pair] = key
             elif self.a.shape(row_a) == self.b.shape(row_b) and (
-                self.tolerant or self.a.dtype(row_a) == self.b.dtype(row_b)
+                self.across_dtypes or self.a.dtype(row_a) == self.b.dtype(row_b)
             ):
                 names.setdefault(pair, []).append(key)
         tensors = sorted((pair for pair, keys in names.items() if keys), key=lambda pair: self.a.place(pair[0]))

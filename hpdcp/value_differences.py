@@ -76,7 +76,7 @@ class Tally:
             self._compare_few(position + start, *(side[start : start + _NUMBERS_AT_ONCE] for side in (a, b)))
 
     def _compare_few(self, position: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        differ = _differing_bits(a, b) if a.dtype == b.dtype else torch.ones(a.numel(), dtype=torch.bool)
+        differ = _differing_bits(a, b) if a.dtype == b.dtype else _differing_numbers(a, b)
         if not differ.any():
             return
         x, y = _numbers(a), _numbers(b)
@@ -143,6 +143,18 @@ def _differing_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         x, y = (_aligned(side).view(torch.int64).view(side.numel(), -1) for side in (a, b))
         return (x != y).any(dim=1)
     return _aligned(a).view(whole) != _aligned(b).view(whole)
+
+
+def _differing_numbers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Which elements of two dtypes are not the same number; NaN is like any NaN."""
+    if not _is_inexact(a.dtype) and not _is_inexact(b.dtype):
+        # float64 would round those from 2**53 on. As int64, those of uint64 from 2**63 on are negative.
+        p, q = (_aligned(side).to(torch.int64) for side in (a, b))
+        return (p != q) | ((p < 0) & ((a.dtype == torch.uint64) != (b.dtype == torch.uint64)))
+    x, y = _numbers(a), _numbers(b)
+    if x is None or y is None:
+        return torch.ones(a.numel(), dtype=torch.bool)
+    return (x != y) & ~(x.isnan() & y.isnan())
 
 
 def _numbers(part: torch.Tensor) -> torch.Tensor | None:

@@ -43,7 +43,9 @@ _ARRANGED = {
     Aspect.LAYOUT: "stored in other boxes",
     Aspect.TIES: "tied on one side only",
     Aspect.NESTING: "nested in another way",
+    Aspect.DTYPE: "of another dtype",
 }
+_WHY = ("which does not count without --layout", "which does not count with --ignore-dtype")
 
 
 def diff(
@@ -53,7 +55,9 @@ def diff(
     rtol: Annotated[
         float, typer.Option("--rtol", metavar="X", min=0, help="With --atol: let numbers differ by atol + rtol * |b|.")
     ] = 0.0,
-    atol: Annotated[float, typer.Option("--atol", metavar="X", min=0, help="See --rtol. Both imply --values.")] = 0.0,
+    atol: Annotated[
+        float, typer.Option("--atol", metavar="X", min=0, help="See --rtol; either implies --values.")
+    ] = 0.0,
     trust_checksums: Annotated[
         bool,
         typer.Option(
@@ -62,6 +66,13 @@ def diff(
     ] = False,
     layout: Annotated[
         bool, typer.Option("--layout", help="How things are stored counts too: boxes, ties, nesting.")
+    ] = False,
+    ignore_dtype: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-dtype",
+            help="Let dtypes differ and compare the numbers; after a cast, give --rtol too. Implies --values.",
+        ),
     ] = False,
     keys: Annotated[
         list[str] | None, typer.Option("--keys", metavar="PATTERN", help="Only names that match; may be repeated.")
@@ -94,6 +105,7 @@ def diff(
             atol=atol,
             trust_checksums=trust_checksums,
             layout=layout,
+            ignore_dtype=ignore_dtype,
             keys=keys or (),
             prefix_a=prefix_a,
             prefix_b=prefix_b,
@@ -123,13 +135,15 @@ def _report(found: Comparison, limit: int | None) -> Iterator[RenderableType]:
     yield text_of(f"B: {found.url_b}")
     yield Text()
     table = table_of("name", "differs in", "A", "B", "how")
+    told = {(each.fqn, each.owner) for each in found.differences if each.aspect in (Aspect.VALUES, Aspect.SHAPE)}
     for each in found.differences[:limit]:
-        table.add_row(
-            text_of(_name(each)), each.aspect.value, text_of(each.a), text_of(each.b), text_of(_how(each.elements))
-        )
+        how = _how(each.elements)
+        if each.aspect is Aspect.DTYPE:
+            how = _how_dtypes(found, has_a_row=(each.fqn, each.owner) in told)
+        table.add_row(text_of(_name(each)), each.aspect.value, text_of(each.a), text_of(each.b), text_of(how))
     yield from cut_off(table, len(found.differences))
     for aspect, count in _counted(found.arrangement).items():
-        yield text_of(f"{count_of(count, 'name')} {_ARRANGED[aspect]}, which does not count without --layout", "dim")
+        yield text_of(f"{count_of(count, 'name')} {_ARRANGED[aspect]}, {_WHY[aspect is Aspect.DTYPE]}", "dim")
     compared = count_of(found.names, "name")
     if found.nbytes:
         compared += f", {size_of(found.nbytes)} of values in {rate_of(found.nbytes, found.seconds)}"
@@ -148,6 +162,12 @@ def _report(found: Comparison, limit: int | None) -> Iterator[RenderableType]:
 
 def _name(difference: Difference) -> str:
     return difference.fqn + ("" if difference.owner is None else f" of rank {difference.owner}")
+
+
+def _how_dtypes(found: Comparison, *, has_a_row: bool) -> str:
+    if not found.across_dtypes:
+        return "values not compared: --ignore-dtype"
+    return "" if has_a_row else "values are the same, or within the tolerance"
 
 
 def _how(elements: ValueDifference | None) -> str:

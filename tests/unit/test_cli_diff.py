@@ -68,6 +68,37 @@ def test_a_tolerance_and_patterns_are_taken(a: Path, b: Path, command: Command) 
     assert command("diff", a, b, "--keys", "step", "--rtol", "1", status=1)
 
 
+def test_numbers_are_compared_across_dtypes_when_dtypes_are_ignored(tmp_path: Path, command: Command) -> None:
+    numbers = torch.tensor([1.0, 1.001, 300.7, float("nan")])
+    for name, w, n in (
+        ("wide", numbers, torch.tensor(3)),
+        ("cast", numbers.bfloat16(), torch.tensor(3, dtype=torch.int32)),
+        ("exact", numbers.double(), torch.tensor(3)),
+    ):
+        hpdcp.save({"w": w, "n": n}, checkpoint_id=tmp_path / name)
+    wide, cast, exact = tmp_path / "wide", tmp_path / "cast", tmp_path / "exact"
+    rows = command("diff", wide, cast, "--values", status=1).out
+    assert rows.count("values not compared: --ignore-dtype") == 2
+    rows = command("diff", wide, cast, "--rtol", "0.01", status=1).out
+    assert rows.count("values are the same, or within the tolerance") == 2
+    said = command("diff", wide, cast, "--ignore-dtype", "--rtol", "0.01").said
+    assert "2 names of another dtype, which does not count with --ignore-dtype" in said
+    assert "equal: 2 names" in said
+    answer = command("diff", wide, cast, "--ignore-dtype", status=1)
+    assert "2 of 4, first [1], by up to" in answer.out
+    assert "DIFFERENT: 1 name" in answer.said
+    assert command("diff", wide, exact, "--ignore-dtype")
+    assert command("diff", wide, cast, "--ignore-dtype", "--keys", "n")
+
+
+def test_whole_numbers_of_two_dtypes_are_compared_to_the_last_digit(tmp_path: Path, command: Command) -> None:
+    for name, numbers in (("a", torch.tensor([2**53 + 1, 5])), ("b", torch.tensor([2**53, 5], dtype=torch.uint64))):
+        hpdcp.save({"n": numbers}, checkpoint_id=tmp_path / name)
+    hpdcp.save({"n": torch.tensor([7, 5], dtype=torch.int8)}, checkpoint_id=tmp_path / "c")
+    assert "1 of 2, first [0]" in command("diff", tmp_path / "a", tmp_path / "c", "--ignore-dtype", status=1).out
+    assert "1 of 2, first [0]" in command("diff", tmp_path / "a", tmp_path / "b", "--ignore-dtype", status=1).out
+
+
 def test_weights_with_a_prefix_are_compared_once_it_is_named(a: Path, tmp_path: Path, command: Command) -> None:
     folder = write_single(tmp_path / "hf", STATE["model"])  # type: ignore[arg-type]
     for first, second, flag in ((a, folder, "--prefix-a"), (folder, a, "--prefix-b")):
