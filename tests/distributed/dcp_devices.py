@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hpdcp
 from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, collectives, config
@@ -184,6 +185,35 @@ def test_ranks_that_share_a_chunk_get_a_group_of_their_devices(
     assert made == [((0, 1), f"{NAME}:{fake_ccl.BACKEND}")]
     assert sum(ranks.gather(traffic.nbytes)) == value.nbytes
     assert (sent() > 0) == (ranks.rank != 2)
+
+
+def test_sharded_and_replicated_tensors_of_a_mesh_of_devices_come_back(
+    ranks: Job, folder: Path, traffic: Traffic
+) -> None:
+    value = torch.arange(7 * 40, dtype=torch.float32).reshape(7, 40)
+    mesh = ranks.mesh(3)
+    assert mesh.device_type == NAME
+    mine = value[ranks.rank * 3 : (ranks.rank + 1) * 3]
+    layouts = {"sharded": (Shard(0), mine), "replicated": (Replicate(), value)}
+
+    def placed(filled: bool) -> dict[str, DTensor]:
+        return {
+            key: DTensor.from_local(
+                on_device(local if filled else torch.zeros_like(local)), mesh, [placement],
+                run_check=False, shape=value.shape, stride=value.stride(),
+            )
+            for key, (placement, local) in layouts.items()
+        }  # fmt: skip
+
+    hpdcp.save(placed(True), checkpoint_id=folder)
+    targets = placed(False)
+    traffic.reads.clear()
+    DEVICE.log.clear()
+    hpdcp.load(targets, checkpoint_id=folder)
+    for key, (_, local) in layouts.items():
+        assert torch.equal(shadow(targets[key].to_local()), local), key
+    assert sum(ranks.gather(traffic.nbytes)) == 2 * value.nbytes
+    assert sent() >= value.nbytes
 
 
 def test_given_groups_of_devices_are_used_for_what_is_on_them(

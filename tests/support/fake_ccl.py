@@ -7,7 +7,6 @@ gets on the device by accident.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -39,12 +38,13 @@ class FakeCcl(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
+        # torch keeps it beside groups that are not made of backends of its own, and asks once more when they are gone.
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)
         return self._name
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        # torch gives each group a part of the store: the same name on all of its ranks.
-        self._name = store.compare_set("name", "", f"{BACKEND} {uuid.uuid4().hex}").decode()
+        self._name = ""
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name

@@ -9,14 +9,18 @@ import torch
 
 from tests.support.ranks import run_python
 
+NO_OTHER = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""A package that brings devices would take the place of the fake one."""
+
 
 def test_the_device_path_works_on_a_device_that_is_not_the_cpu() -> None:
-    run_python(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/on_fake_device.py"], timeout=300)
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/on_fake_device.py"]
+    run_python(command, timeout=300, environment=NO_OTHER)
 
 
 def test_the_benchmark_of_staging_prints_its_table_on_that_device(tmp_path: Path) -> None:
     arguments = ["--device", "fake", "--gib", "0.005", "--repetitions", "1", "--folder", str(tmp_path / "b")]
-    printed = run_python(["benchmarks/device_staging.py", *arguments], timeout=200)
+    printed = run_python(["benchmarks/device_staging.py", *arguments], timeout=200, environment=NO_OTHER)
     rows = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")]
     assert rows == ["figure", "save", "load", "host MiB locked", "device MiB added", "stall, first", "stall, kept"]
     assert not (tmp_path / "b").exists()
