@@ -114,6 +114,13 @@ class Backend(ABC):
         the store can tell it from an empty one.
         """
 
+    def list_folders(self) -> list[str]:
+        """The folders directly under the root, sorted; for advice, not for decisions. By default from all keys below.
+
+        Errors as `list_keys`.
+        """
+        return sorted({info.key.partition("/")[0] for info in self.list_keys(recursive=True) if "/" in info.key})
+
     @abstractmethod
     def size(self, key: str) -> int:
         """Bytes the key holds now. KeyNotFoundError when there is none."""

@@ -112,6 +112,14 @@ class PosixBackend(Backend):
             self._scan(under, recursive, found)
         return sorted(found, key=lambda info: info.key)
 
+    def list_folders(self) -> list[str]:
+        with self._translating("list"):
+            try:
+                with os.scandir(self.url) as entries:
+                    return sorted(entry.name for entry in entries if entry.is_dir() and self._can_be_key(entry.name))
+            except FileNotFoundError:
+                raise CheckpointNotFoundError(f"{self.url} is not there.") from None
+
     def _scan(self, under: str, recursive: bool, found: list[KeyInfo]) -> None:
         folder = os.path.join(self.url, under)
         try:

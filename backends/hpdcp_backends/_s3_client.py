@@ -297,14 +297,22 @@ class S3Client:
 
     def list(self, prefix: str, *, recursive: bool, call: Callable[[Callable[[], Any]], Any]) -> Iterator[Listed]:
         """Objects under `prefix`, in pages that are each requested by `call`."""
-        parameters: dict[str, Any] = {"Prefix": prefix} if recursive else {"Prefix": prefix, "Delimiter": "/"}
-        while True:
-            page = call(partial(self._list_page, parameters))
+        for page in self._pages({"Prefix": prefix} if recursive else {"Prefix": prefix, "Delimiter": "/"}, call):
             for item in page.get("Contents", ()):
                 yield Listed(item["Key"], int(item["Size"]), item["LastModified"].timestamp())
+
+    def list_folders(self, prefix: str, *, call: Callable[[Callable[[], Any]], Any]) -> Iterator[str]:
+        """The prefixes of objects under `prefix` up to the next slash, with it; as `list`."""
+        for page in self._pages({"Prefix": prefix, "Delimiter": "/"}, call):
+            yield from (item["Prefix"] for item in page.get("CommonPrefixes", ()))
+
+    def _pages(self, parameters: dict[str, Any], call: Callable[[Callable[[], Any]], Any]) -> Iterator[dict[str, Any]]:
+        while True:
+            page = call(partial(self._list_page, parameters))
+            yield page
             if not page.get("IsTruncated"):
                 return
-            parameters["ContinuationToken"] = page["NextContinuationToken"]
+            parameters = {**parameters, "ContinuationToken": page["NextContinuationToken"]}
 
     def probe(self, prefix: str) -> None:
         """Ask for anything at all, to learn whether the bucket answers."""

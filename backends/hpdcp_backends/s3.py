@@ -151,6 +151,14 @@ class S3Backend(Backend):
                     found.append(KeyInfo(key, item.size, item.modified))
         return sorted(found, key=lambda info: info.key)
 
+    def list_folders(self) -> list[str]:
+        with self._translating("list"):
+            names = [
+                name.removeprefix(self._prefix).rstrip("/")
+                for name in self._client.list_folders(self._prefix, call=self._retries.call)
+            ]
+        return sorted(filter(_can_be_key, names))
+
     def size(self, key: str) -> int:
         name = self._name(key)
         with self._translating("look at", key):

@@ -343,6 +343,11 @@ class BackendContract(ABC):
 
     # Keys
 
+    def test_folders_of_the_root_are_told(self, backend: Backend, other: Backend) -> None:
+        for key in ("a", "b/1", "b/2", "c d/deep/1"):
+            put(backend, key, b"")
+        assert other.list_folders() == ["b", "c d"]
+
     def test_odd_keys_are_kept_as_they_are(self, backend: Backend, other: Backend) -> None:
         for number, key in enumerate(ODD_KEYS):
             put(backend, key, f"{number}".encode())

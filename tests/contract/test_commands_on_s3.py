@@ -53,6 +53,15 @@ def test_a_checkpoint_in_a_bucket_goes_and_what_lies_beside_it_stays(
     }
 
 
+def test_of_a_bucket_of_checkpoints_the_last_are_named(place: str, command: Command) -> None:
+    for step in (1, 2, 9, 10, 11, 12):
+        hpdcp.save({"w": torch.ones(1)}, checkpoint_id=f"{place}/run/step_{step}")
+    message = command("inspect", f"{place}/run", status=1).err
+    assert "do: 'step_2', 'step_9', 'step_10', 'step_11', 'step_12'." in message
+    assert f"Give one of them, such as {place}/run/step_12." in message
+    assert "Is the path right?" in command("inspect", f"{place}/nowhere", status=1).err
+
+
 def test_a_save_in_progress_in_a_bucket_is_left_alone(place: str, s3_environment: S3Server, command: Command) -> None:
     with open_backend(place) as backend:
         Attempt.begin(backend, "00000000deadbeef")

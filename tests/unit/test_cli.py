@@ -148,6 +148,31 @@ def test_errors_are_one_line(verb: str, tmp_path: Path, command: Command) -> Non
     assert message.count("\n") == 1
 
 
+@pytest.mark.parametrize("place", ["", "memory://test-cli-parent"])
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_of_a_folder_of_checkpoints_the_last_are_named(place: str, verb: str, tmp_path: Path, command: Command) -> None:
+    parent = place or str(tmp_path / "run")
+    for step in (2, 3, 4, 9, 10, 11):
+        hpdcp.save({"w": torch.ones(1)}, checkpoint_id=f"{parent}/step_{step}")
+    if not place:
+        (tmp_path / "run/zzz").mkdir()
+    message = command(verb, parent, status=1).err
+    assert "folders of it do: 'step_3', 'step_4', 'step_9', 'step_10', 'step_11'." in message
+    assert f"such as {parent}/step_11" in message
+
+
+def test_a_place_that_is_not_there_or_a_file_is_answered_with_a_next_step(
+    checkpoint: Path, tmp_path: Path, command: Command
+) -> None:
+    said = command("inspect", checkpoint.parent / "stepp_3", status=1).err
+    assert said == f"hpdcp: {checkpoint.parent}/stepp_3 is not there. Did you mean {checkpoint}?\n"
+    assert f"Is the path right? {tmp_path} is there." in command("inspect", tmp_path / "a/b", status=1).err
+    (tmp_path / "file.txt").write_text("x")
+    said = command("inspect", tmp_path / "file.txt", status=1).err
+    assert "is a file, and a checkpoint is a folder: give the folder." in said
+    assert "`hpdcp convert torch-to-dcp` makes a checkpoint" in said
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["explode"], ["inspect"], ["inspect", ""], ["inspect", "x", "--wide"], ["inspect", "x", "--json", "--tree"]],
