@@ -19,11 +19,11 @@ _ABOUT = "Look into checkpoints of hpdcp, verify, compare, convert and remove th
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=_ABOUT
 )
-config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The configuration in effect.")
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show the configuration in effect.")
 convert_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Convert between checkpoints, Hugging Face folders and files of torch, on any two stores.",
+    help="Convert from and to Hugging Face weights and files of torch. Any two stores will do.",
 )
 
 

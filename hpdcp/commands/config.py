@@ -9,7 +9,7 @@ from hpdcp.commands.output import leave_to_rank_0, print_json, table_of, text_of
 
 
 def show(as_json: AsJson = False) -> None:
-    """Show every key of the configuration, its value and where that comes from. Secrets are masked."""
+    """Show every key, its value and where that comes from. Secrets are masked."""
     leave_to_rank_0()
     settings = config.effective()
     registry.check_configuration()

@@ -56,7 +56,10 @@ Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder, file or URL to 
 NameMap = Annotated[
     dict[str, Any] | None,
     typer.Option(
-        "--name-map", metavar="FILE", parser=read_name_map, help="JSON or TOML: name → other name; others stay."
+        "--name-map",
+        metavar="FILE",
+        parser=read_name_map,
+        help="Rename by a file of JSON or TOML: name → other name; others stay.",
     ),
 ]
 
@@ -95,7 +98,7 @@ def torch_to_dcp(
     src_storage_options: SrcOptions = None,
     dst_storage_options: DstOptions = None,
 ) -> None:
-    """Make a checkpoint of one file of torch.save (.pt, .pth, .bin), or of one .safetensors file."""
+    """Make a checkpoint of one file of weights. That is one of torch.save (.pt, .pth, .bin), or a .safetensors file."""
     _to_dcp(
         "torch", src, dst, prefix, name_map, dry_run, as_json, bar,
         src_backend=src_backend, dst_backend=dst_backend,
@@ -128,17 +131,22 @@ def dcp_to_hf(
     src: Src,
     dst: Dst,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Most bytes of one file: 5GB (10^9), 2GiB (2^30).")
+        str,
+        typer.Option(
+            "--max-shard-size", metavar="SIZE", help="Write at most so much into one file: 5GB (10^9), 2GiB (2^30)."
+        ),
     ] = "5GB",
-    prefix: Annotated[str, typer.Option("--prefix", help="Only names that begin so, without it: 'model.'.")] = "",
+    prefix: Annotated[str, typer.Option("--prefix", help="Take only names that begin so, without it: 'model.'.")] = "",
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", help="Cast floating-point tensors, as to bfloat16.")
     ] = None,
     include: Annotated[
-        list[str] | None, typer.Option("--include", metavar="PATTERN", help="Only names that match; may be repeated.")
+        list[str] | None,
+        typer.Option("--include", metavar="PATTERN", help="Take only names that match; may be repeated."),
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="No names that match; may be repeated.")
+        list[str] | None,
+        typer.Option("--exclude", metavar="PATTERN", help="Leave out names that match; may be repeated."),
     ] = None,
     name_map: NameMap = None,
     copy_from: Annotated[
@@ -161,7 +169,7 @@ def dcp_to_hf(
     src_storage_options: SrcOptions = None,
     dst_storage_options: DstOptions = None,
 ) -> None:
-    """Make a folder of Hugging Face weights of a checkpoint: its tensors, without optimizer state."""
+    """Make a folder of Hugging Face weights of a checkpoint. It holds the tensors, without optimizer state."""
     table = NameTable(name_map)
     with _converting(bar):
         began = time.perf_counter()
@@ -201,7 +209,7 @@ def dcp_to_torch(
     src_storage_options: SrcOptions = None,
     dst_storage_options: DstOptions = None,
 ) -> None:
-    """Make one file of torch.save of a checkpoint, in one process: nesting and Python values as they were saved."""
+    """Make one file of torch.save of a checkpoint. One process does it; nesting and Python values stay."""
     leave_to_rank_0()
     with config.using(progress=bar.value):
         began = time.perf_counter()
@@ -223,7 +231,7 @@ def dcp_to_dcp(
     dst: Dst,
     layout: Annotated[
         str | None,
-        typer.Option("--layout", metavar="NAME", help="Of the new one, such as zarr; default: as configured."),
+        typer.Option("--layout", metavar="NAME", help="Write in this layout, such as zarr; default: as configured."),
     ] = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -233,7 +241,7 @@ def dcp_to_dcp(
     src_storage_options: SrcOptions = None,
     dst_storage_options: DstOptions = None,
 ) -> None:
-    """Write a checkpoint again, in another layout or to another store: it loads as the first one does."""
+    """Write a checkpoint again, elsewhere or in another layout. It loads as the first one does."""
     with _converting(bar):
         began = time.perf_counter()
         done = convert_dcp_to_dcp(

@@ -53,7 +53,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="The other one.", show_default=False)],
     values: Annotated[bool, typer.Option("--values", help="Compare values too, bit for bit.")] = False,
     rtol: Annotated[
-        float, typer.Option("--rtol", metavar="X", min=0, help="With --atol: let numbers differ by atol + rtol * |b|.")
+        float, typer.Option("--rtol", metavar="X", min=0, help="Let numbers differ by atol + rtol * |b|; see --atol.")
     ] = 0.0,
     atol: Annotated[
         float, typer.Option("--atol", metavar="X", min=0, help="See --rtol; either implies --values.")
@@ -65,7 +65,7 @@ def diff(
         ),
     ] = False,
     layout: Annotated[
-        bool, typer.Option("--layout", help="How things are stored counts too: boxes, ties, nesting.")
+        bool, typer.Option("--layout", help="Count how things are stored too: boxes, ties, nesting.")
     ] = False,
     ignore_dtype: Annotated[
         bool,
@@ -75,11 +75,16 @@ def diff(
         ),
     ] = False,
     keys: Annotated[
-        list[str] | None, typer.Option("--keys", metavar="PATTERN", help="Only names that match; may be repeated.")
+        list[str] | None,
+        typer.Option("--keys", metavar="PATTERN", help="Compare only names that match; may be repeated."),
     ] = None,
-    prefix_a: Annotated[str, typer.Option("--prefix-a", help="Only names of A that begin so, without it.")] = "",
-    prefix_b: Annotated[str, typer.Option("--prefix-b", help="Only names of B that begin so, without it.")] = "",
-    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=0, help="At most N rows.")] = None,
+    prefix_a: Annotated[
+        str, typer.Option("--prefix-a", help="Compare only names of A that begin so, without it.")
+    ] = "",
+    prefix_b: Annotated[
+        str, typer.Option("--prefix-b", help="Compare only names of B that begin so, without it.")
+    ] = "",
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=0, help="Show at most N rows.")] = None,
     as_json: AsJson = False,
     bar: Bar = ShowBar.AUTO,
     backend_a: BackendA = None,

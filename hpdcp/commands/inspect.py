@@ -32,13 +32,13 @@ from hpdcp.tables import EntryKind
 
 def inspect(
     url: Url,
-    tree: Annotated[bool, typer.Option("--tree", help="Names as a tree, with the bytes of each branch.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Show names as a tree, with the bytes of each branch.")] = False,
     as_json: AsJson = False,
     pattern: Annotated[
-        str | None, typer.Option("--filter", metavar="GLOB", help="Only names that match, as in 'model.*.weight'.")
+        str | None, typer.Option("--filter", metavar="GLOB", help="Show only names that match, as in 'model.*.weight'.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", min=0, help="At most N rows of each table.")
+        int | None, typer.Option("--limit", metavar="N", min=0, help="Show at most N rows of each table.")
     ] = None,
     backend: BackendName = None,
     storage_options: StorageOptions = None,

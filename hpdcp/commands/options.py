@@ -41,29 +41,34 @@ def read_storage_options(text: str) -> dict[str, Any]:
 
 
 def _backend(flag: str, whose: str) -> Any:
-    return typer.Option(flag, metavar="NAME", help=f"{whose}, in place of the configured one: local, nfs, s3, fsspec…")
+    return typer.Option(
+        flag, metavar="NAME", help=f"Use this as {whose}, in place of the configured one: local, nfs, s3, fsspec…"
+    )
 
 
 def _storage_options(flag: str, whose: str) -> Any:
-    about = f"fsspec's options for {whose}, over the configured ones. Secrets are safer in @FILE or the environment."
+    about = (
+        f"Hand these to fsspec for {whose}, over the configured ones. Secrets are safer in @FILE or the environment."
+    )
     return typer.Option(flag, metavar="JSON|@FILE", parser=read_storage_options, help=about)
 
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The checkpoint's folder or URL.", show_default=False)]
-BackendName = Annotated[str | None, _backend("--backend", "The backend")]
+BackendName = Annotated[str | None, _backend("--backend", "the backend")]
 StorageOptions = Annotated[dict[str, Any] | None, _storage_options("--storage-options", "the place")]
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables; sizes in bytes.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables; sizes in bytes.")]
 Bar = Annotated[
     ShowBar,
     typer.Option(
-        "--progress", help="A bar on stderr: on a terminal (auto), in a log too, as a line every 10 seconds, or never."
+        "--progress",
+        help="Show a bar on stderr: on a terminal (auto), in a log too, as a line every 10 seconds (always), or never.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be done.")]
 
-SrcBackend = Annotated[str | None, _backend("--src-backend", "The source's backend")]
-DstBackend = Annotated[str | None, _backend("--dst-backend", "The destination's backend")]
+SrcBackend = Annotated[str | None, _backend("--src-backend", "the source's backend")]
+DstBackend = Annotated[str | None, _backend("--dst-backend", "the destination's backend")]
 SrcOptions = Annotated[dict[str, Any] | None, _storage_options("--src-storage-options", "the source")]
 DstOptions = Annotated[dict[str, Any] | None, _storage_options("--dst-storage-options", "the destination")]
 
