@@ -211,6 +211,17 @@ class GenericBackend(Backend):
                     raise CheckpointNotFoundError(f"{self.url} is not there.")
         return sorted(found, key=lambda info: info.key)
 
+    def list_folders(self) -> list[str]:
+        with self._using("list") as files:
+            root = self._root or files.root_marker
+            files.invalidate_cache(root)
+            try:
+                entries = files.ls(root, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"}
+        return sorted(filter(_can_be_key, names))
+
     def _scan(self, files: AbstractFileSystem, under: str, recursive: bool, found: list[KeyInfo]) -> bool:
         """Whether the folder is there. `find` is no help: it leaves out what it may not list, and says nothing."""
         folder = self._path(under) if under else self._root or files.root_marker
