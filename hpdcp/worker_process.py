@@ -131,4 +131,6 @@ class WorkerProcess:
 
     def forget(self) -> None:
         """In a forked child: it is the parent's worker, not ours."""
+        # Else subprocess warns in the child that the process still runs, whenever this object is collected.
+        self._process.returncode = 0
         self._link.forget()

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HYPER_PARALLEL_TEST_DEVICE_TYPE", "cpu")
 os.environ["HPDCP_CONFIG"] = ""
+# What the command line prints is not to depend on the terminal, nor on how long the names of temporary folders are.
+os.environ["COLUMNS"] = "200"
 if "RANK" in os.environ:
     # Each rank is a pytest of its own, and they would all clear up the same old folders at the same moment.
     os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="hpdcp-rank-")

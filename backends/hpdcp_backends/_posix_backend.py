@@ -209,9 +209,12 @@ class PosixBackend(Backend):
                 continue
             except OSError as error:
                 failure = failure or storage_error(error, doing="delete", url=self.url, key=key)
+        changed: dict[str, str] = {}
         for folder, key in folders.items():
             while folder != self.url and self._remove_empty(folder):
                 folder = os.path.dirname(folder)
+            changed[folder] = key
+        for folder, key in changed.items():
             try:
                 sync_folder(folder)
             except FileNotFoundError:

@@ -48,17 +48,15 @@ def test_a_server_ends_with_its_owner_though_that_is_killed(owner: subprocess.Po
     assert len(family) == 2
     assert answers(url)
     owner.send_signal(signal.SIGKILL)
-    wait_for(lambda: all(map(has_ended, family)))
-    assert not answers(url)
+    wait_for(lambda: all(map(has_ended, family)))  # another server may answer there by now
     assert not ca.parent.exists()
 
 
 def test_a_server_ends_with_its_keeper_though_that_is_killed(owner: subprocess.Popen[str]) -> None:
-    url, ca, keeper = read_address(owner)
+    _, ca, keeper = read_address(owner)
     (server,) = psutil.Process(keeper).children()
     psutil.Process(keeper).kill()
     wait_for(lambda: has_ended(server))
-    assert not answers(url)
     # Nobody was left to remove what the server had; the system's own clean-up of temporary files does.
     for path in sorted(ca.parent.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
