@@ -252,6 +252,15 @@ def checked_key(key: str) -> str:
     raise InvalidArgumentError(f"key {key!r} {problem}: expected a relative path under the checkpoint's root.")
 
 
+def can_be_key(name: str) -> bool:
+    """Whether `checked_key` lets it pass: what else a store lists is not a key."""
+    try:
+        checked_key(name)
+    except InvalidArgumentError:
+        return False
+    return True
+
+
 def checked_buffers(key: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> list[memoryview]:
     """The buffers of `into` as writable bytes, one per range and as long; else InvalidArgumentError."""
     if len(ranges) != len(into):
@@ -275,6 +284,17 @@ def as_bytes(buffer: memoryview) -> memoryview:
         raise InvalidArgumentError("a buffer to read into or to write from is not C-contiguous.")
     # cast() refuses shapes with a zero in them.
     return buffer.cast("B") if buffer.nbytes else memoryview(bytearray())
+
+
+def check_empty(backend: Backend, key: str, ranges: Sequence[ByteRange]) -> None:
+    """Raise where the key is missing, or ends before an empty range of it, for which no request is made."""
+    empty = [range_ for range_ in ranges if not range_.length]
+    if not empty and ranges:
+        return
+    size = backend.size(key)
+    for range_ in empty:
+        if range_.stop > size:
+            raise truncated(key, backend.url, range_, size)
 
 
 _SMALL_GAP: Final = 32 << 10

@@ -18,6 +18,7 @@ from hpdcp.backend import (
     Backend,
     ByteRange,
     KeyInfo,
+    can_be_key,
     checked_buffers,
     checked_key,
     storage_error,
@@ -250,11 +251,7 @@ class PosixBackend(Backend):
         return os.path.join(self.url, checked_key(key))
 
     def _can_be_key(self, name: str) -> bool:
-        try:
-            checked_key(name)
-        except InvalidArgumentError:
-            return False
-        return True
+        return can_be_key(name)
 
     def _check_size(self, key: str, ranges: Sequence[ByteRange], size: int) -> None:
         furthest = max(ranges, key=lambda range_: range_.stop, default=None)

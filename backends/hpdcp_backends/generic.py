@@ -23,6 +23,8 @@ from hpdcp.backend import (
     Fetch,
     KeyInfo,
     as_bytes,
+    can_be_key,
+    check_empty,
     checked_buffers,
     checked_key,
     fetches,
@@ -220,7 +222,7 @@ class GenericBackend(Backend):
             except (FileNotFoundError, NotADirectoryError):
                 return []
         names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"}
-        return sorted(filter(_can_be_key, names))
+        return sorted(filter(can_be_key, names))
 
     def _scan(self, files: AbstractFileSystem, under: str, recursive: bool, found: list[KeyInfo]) -> bool:
         """Whether the folder is there. `find` is no help: it leaves out what it may not list, and says nothing."""
@@ -235,7 +237,7 @@ class GenericBackend(Backend):
             name = path.rpartition("/")[2]
             key = f"{under}/{name}" if under else name
             # A file is listed as if it were its own folder, by most; and by S3 a folder that somebody put there.
-            if path.strip("/") == folder.strip("/") or not _can_be_key(key):
+            if path.strip("/") == folder.strip("/") or not can_be_key(key):
                 continue
             if entry["type"] not in ("file", "directory"):
                 # A symbolic link.
@@ -287,12 +289,7 @@ class GenericBackend(Backend):
         path = self._path(key)
         views = checked_buffers(key, ranges, into)
         wanted = fetches(ranges, views, gap=self.coalesce_gap, most_bytes=self.max_read_bytes)
-        empty = [range_ for range_ in ranges if not range_.length]
-        if empty or not ranges:
-            size = self.size(key)
-            for range_ in empty:
-                if range_.stop > size:
-                    raise truncated(key, self.url, range_, size)
+        check_empty(self, key, ranges)
         if len(wanted) <= 1:
             for fetch in wanted:
                 self._fetch(key, path, fetch)
@@ -530,11 +527,3 @@ class GenericBackend(Backend):
                 if time.time() - modified_at(entry) >= silent_for:
                     with contextlib.suppress(FileNotFoundError):
                         files.rm_file(entry["name"])
-
-
-def _can_be_key(name: str) -> bool:
-    try:
-        checked_key(name)
-    except InvalidArgumentError:
-        return False
-    return True

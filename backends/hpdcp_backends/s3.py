@@ -16,6 +16,8 @@ from hpdcp.backend import (
     ByteRange,
     Fetch,
     KeyInfo,
+    can_be_key,
+    check_empty,
     checked_buffers,
     checked_key,
     fetches,
@@ -147,7 +149,7 @@ class S3Backend(Backend):
             for item in self._client.list(folder, recursive=recursive, call=self._retries.call):
                 key = item.key.removeprefix(self._prefix)
                 # Objects that stand for folders ("folder/"), and names that are no key of ours.
-                if _can_be_key(key):
+                if can_be_key(key):
                     found.append(KeyInfo(key, item.size, item.modified))
         return sorted(found, key=lambda info: info.key)
 
@@ -157,7 +159,7 @@ class S3Backend(Backend):
                 name.removeprefix(self._prefix).rstrip("/")
                 for name in self._client.list_folders(self._prefix, call=self._retries.call)
             ]
-        return sorted(filter(_can_be_key, names))
+        return sorted(filter(can_be_key, names))
 
     def size(self, key: str) -> int:
         name = self._name(key)
@@ -173,12 +175,7 @@ class S3Backend(Backend):
         name = self._name(key)
         views = checked_buffers(key, ranges, into)
         wanted = fetches(ranges, views, gap=self.coalesce_gap, most_bytes=self.max_read_bytes)
-        empty = [range_ for range_ in ranges if not range_.length]
-        if empty or not ranges:
-            size = self.size(key)
-            for range_ in empty:
-                if range_.stop > size:
-                    raise truncated(key, self.url, range_, size)
+        check_empty(self, key, ranges)
         with self._translating("read", key):
             for _ in range(_REPLACED_TRIES):
                 try:
@@ -423,11 +420,3 @@ class _Reading:
                 self._size, self._etag = got.size, got.etag
             elif (self._size, self._etag) != (got.size, got.etag):
                 raise _ReplacedError
-
-
-def _can_be_key(key: str) -> bool:
-    try:
-        checked_key(key)
-    except InvalidArgumentError:
-        return False
-    return True
