@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 from hypothesis import HealthCheck, settings
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HYPER_PARALLEL_TEST_DEVICE_TYPE", "cpu")
 os.environ["HPDCP_CONFIG"] = ""
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell has it for what it starts in the background; tests interrupt themselves and their children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # What the command line prints is not to depend on the terminal, nor on how long the names of temporary folders are.
 os.environ["COLUMNS"] = "200"
 if "RANK" in os.environ:
