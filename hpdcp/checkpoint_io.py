@@ -24,12 +24,12 @@ from hpdcp import device
 from hpdcp.backend import Backend, ByteRange
 from hpdcp.container import MAX_HEADER_BYTES, TORCH_NAMES, TensorEntry, build_header
 from hpdcp.device_copy import Downloads
-from hpdcp.errors import CorruptCheckpointError, KeyExistsError, UnsupportedTypeError
+from hpdcp.errors import CorruptCheckpointError, KeyExistsError
 from hpdcp.geometry import Box
 from hpdcp.layout import FileNaming, Layout, Verify
 from hpdcp.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata, StorageInfo
 from hpdcp.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from hpdcp.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents
+from hpdcp.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents, stored_dtype
 from hpdcp.storage import FileRecord, WriteResult, WriteResults
 from hpdcp.tables import EntryKind
 
@@ -157,11 +157,7 @@ def _box_read(metadata: Metadata, item: ReadItem, planner: LoadPlanner) -> BoxRe
     entry = int(metadata.chunks.entry[item.storage_row])
     _, sizes = metadata.chunks.box(item.storage_row)
     fqn, name = item.dest_index.fqn, metadata.entries.dtype(entry)
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UnsupportedTypeError(
-            f"{fqn!r} is stored as {name}, a dtype that torch {torch.__version__} does not have."
-        )
+    dtype = stored_dtype(fqn, name)
     if stored.length != torch.Size(sizes).numel() * dtype.itemsize:
         raise CorruptCheckpointError(
             f"{fqn!r}: {list(sizes)} of {name} is not {stored.length} bytes; .metadata is damaged."

@@ -286,23 +286,22 @@ class FileSystemReader(StorageReader):
 
 def _check_one_place(said: Sequence[Mapping[str, str]], expected: str) -> None:
     """All ranks must mean the same folder; a relative path may name another one in each rank's working folder."""
-    others = {rank: data["url"] for rank, data in enumerate(said) if data.get("url", expected) != expected}
-    if others:
-        rank, url = next(iter(others.items()))
-        raise InvalidArgumentError(
-            f"ranks were given different places: rank 0 {expected}, rank {rank} {url} ({len(others)} ranks differ). "
-            "Give all of them the same checkpoint_id, as an absolute path or a URL."
-        )
+    advice = "Give all of them the same checkpoint_id, as an absolute path or a URL."
+    _check_alike(said, "url", expected, what="places", advice=advice)
 
 
 def _check_one_layout(said: Sequence[Mapping[str, str]], expected: str) -> None:
     """All ranks must write in one layout, which the metadata names."""
-    others = {rank: data["layout"] for rank, data in enumerate(said) if data.get("layout", expected) != expected}
+    _check_alike(said, "layout", expected, what="layouts", advice="Configure the same one on all of them.")
+
+
+def _check_alike(said: Sequence[Mapping[str, str]], fact: str, expected: str, *, what: str, advice: str) -> None:
+    others = {rank: data[fact] for rank, data in enumerate(said) if data.get(fact, expected) != expected}
     if others:
-        rank, layout = next(iter(others.items()))
+        rank, given = next(iter(others.items()))
         raise InvalidArgumentError(
-            f"ranks were given different layouts: rank 0 {expected}, rank {rank} {layout} ({len(others)} ranks "
-            "differ). Configure the same one on all of them."
+            f"ranks were given different {what}: rank 0 {expected}, rank {rank} {given} ({len(others)} ranks differ). "
+            f"{advice}"
         )
 
 

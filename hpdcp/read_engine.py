@@ -27,7 +27,7 @@ import torch
 from hpdcp import device
 from hpdcp.backend import Backend, ByteRange
 from hpdcp.device_copy import Bounce, follow_all
-from hpdcp.errors import CorruptCheckpointError
+from hpdcp.errors import CorruptCheckpointError, UnsupportedTypeError
 from hpdcp.geometry import Box, flat_start, is_contiguous, row_runs
 from hpdcp.metadata import BLOCK_BYTES, StorageInfo
 from hpdcp.threads import Threads
@@ -61,6 +61,16 @@ class BoxRead:
     """What to read, in the stored chunk's own coordinates."""
     target: torch.Tensor
     """Shaped `box.sizes`; any device, dtype, strides."""
+
+
+def stored_dtype(fqn: str, name: str) -> torch.dtype:
+    """The dtype that metadata calls `name`; UnsupportedTypeError, naming the tensor, where this torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedTypeError(
+            f"{fqn!r} is stored as {name}, a dtype that torch {torch.__version__} does not have."
+        )
+    return dtype
 
 
 class Checker:

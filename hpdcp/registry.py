@@ -139,7 +139,7 @@ def open_backend(url: str, *, name: str | None = None, storage_options: Mapping[
     options = settings.settings_for(wanted, url)
     build: Callable[..., Backend] = _find(wanted, "backend", _BACKENDS, "hpdcp.backends")
     merged = {**options.storage_options, **(storage_options or {})}
-    _refuse_unknown_tables(settings.backends)
+    _refuse_unknown_tables("backend", settings.backends, _BACKENDS)
     if not options.tunables and not options.storage_options:
         return build(url, storage_options=merged)
     given = config.settings_at(wanted, url)
@@ -154,13 +154,14 @@ def open_backend(url: str, *, name: str | None = None, storage_options: Mapping[
         raise InvalidArgumentError(f"backend {wanted!r} cannot be opened: {error}. {told}") from error
 
 
-def _refuse_unknown_tables(tables: Iterable[str]) -> None:
-    """A table for a backend that does not exist has no effect, which is not what whoever wrote it meant."""
+def _refuse_unknown_tables(kind: str, tables: Iterable[str], built_in: Mapping[str, str]) -> None:
+    """A table for a backend or layout that does not exist has no effect, which is not what whoever wrote it meant."""
+    group = f"{kind}s"
     for name in tables:
-        if name not in _BACKENDS and name not in (others := entry_points(group="hpdcp.backends").names):
-            known = sorted({*_BACKENDS, *others})
+        if name not in built_in and name not in (others := entry_points(group=f"hpdcp.{group}").names):
+            known = sorted({*built_in, *others})
             raise InvalidArgumentError(
-                f"{config.origin_of('backends', name)}: configuration key 'backends.{name}': no backend is called "
+                f"{config.origin_of(group, name)}: configuration key '{group}.{name}': no {kind} is called "
                 f"{name!r}; known are {known}.{_near(name, known)}"
             )
 
@@ -199,8 +200,8 @@ def check_configuration() -> None:
         InvalidArgumentError: no such backend or layout, or no such setting of it; names the key and where it stands.
     """
     settings = config.current()
-    _refuse_unknown_tables(settings.backends)
-    _refuse_unknown_layouts(settings.layouts)
+    _refuse_unknown_tables("backend", settings.backends, _BACKENDS)
+    _refuse_unknown_tables("layout", settings.layouts, _LAYOUTS)
     for name in settings.backends:
         _refuse_unknown_of_backend(name, config.backend_settings(name))
     for name in settings.layouts:
@@ -239,16 +240,6 @@ def find_layout(name: str) -> Callable[..., Any]:
     return found
 
 
-def _refuse_unknown_layouts(tables: Iterable[str]) -> None:
-    for name in tables:
-        if name not in _LAYOUTS and name not in (others := entry_points(group="hpdcp.layouts").names):
-            known = sorted({*_LAYOUTS, *others})
-            raise InvalidArgumentError(
-                f"{config.origin_of('layouts', name)}: configuration key 'layouts.{name}': no layout is called "
-                f"{name!r}; known are {known}.{_near(name, known)}"
-            )
-
-
 def layout_of_marks(keys: Collection[str]) -> str | None:
     """The layout in whose format another program wrote these keys, by the names at the root; None for none."""
     return next((name for mark, name in _MARKS.items() if mark in keys), None)
@@ -261,7 +252,7 @@ def open_layout(name: str) -> Any:
         InvalidArgumentError, NotSupportedError: as `open_backend`.
     """
     build = find_layout(name)
-    _refuse_unknown_layouts(config.current().layouts)
+    _refuse_unknown_tables("layout", config.current().layouts, _LAYOUTS)
     given = config.layout_settings(name)
     if not given:
         return build()

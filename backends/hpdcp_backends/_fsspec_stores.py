@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -93,14 +92,6 @@ def make_folder(files: AbstractFileSystem, folder: str) -> None:
             if turn == _TRIES - 1:
                 raise
             time.sleep(0.01)
-
-
-def sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def version_of(info: Mapping[str, Any]) -> list[str]:

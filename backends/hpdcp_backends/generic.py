@@ -51,9 +51,9 @@ from hpdcp_backends._fsspec_stores import (
     make_folder,
     modified_at,
     passwords,
-    sync_folder,
     version_of,
 )
+from hpdcp_backends._posix import sync_folder
 
 _T = TypeVar("_T")
 

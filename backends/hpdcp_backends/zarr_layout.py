@@ -22,12 +22,12 @@ import torch
 from hpdcp import device
 from hpdcp.backend import Backend
 from hpdcp.checkpoint_io import SafetensorsLayout, byte_pieces, check_files
-from hpdcp.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedTypeError
+from hpdcp.errors import CorruptCheckpointError, InvalidArgumentError
 from hpdcp.geometry import Box, relative
 from hpdcp.layout import FileNaming, Layout, Verify
 from hpdcp.metadata import Metadata, StorageInfo
 from hpdcp.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
-from hpdcp.read_engine import BoxRead, Checker, in_parallel, read_boxes, read_extents
+from hpdcp.read_engine import BoxRead, Checker, in_parallel, read_boxes, read_extents, stored_dtype
 from hpdcp.storage import FileRecord, WriteResults
 from hpdcp.tables import EntryKind, EntryTable
 from hpdcp_backends import _zarr_groups
@@ -280,11 +280,7 @@ def _box_read(metadata: Metadata, item: ReadItem, planner: LoadPlanner) -> BoxRe
     entry = int(metadata.chunks.entry[item.storage_row])
     _, sizes = metadata.chunks.box(item.storage_row)
     fqn, name = item.dest_index.fqn, metadata.entries.dtype(entry)
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UnsupportedTypeError(
-            f"{fqn!r} is stored as {name}, a dtype that torch {torch.__version__} does not have."
-        )
+    dtype = stored_dtype(fqn, name)
     compressed = Compression.of(metadata.settings) is not None
     if compressed or stored.length != torch.Size(sizes).numel() * dtype.itemsize:
         # Filled up where the tensor ends: the object holds as much as the grid's first one.
