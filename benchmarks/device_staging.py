@@ -43,8 +43,8 @@ def find_device(asked: str) -> Any:
         fake_device.install()
         return torch.device("npu", 0)
     if asked != "auto":
-        from hpdcp.device import device_module, named_device
-        from hpdcp.errors import NotSupportedError
+        from hpdcp._base.errors import NotSupportedError
+        from hpdcp._devices.device import device_module, named_device
 
         try:
             kind = named_device(asked)
@@ -82,15 +82,16 @@ def seconds(wait: Callable[[], object], work: Callable[[], object]) -> float:
 
 def measure(contestant: str, device: Any, nbytes: int, folder: Path) -> harness.Figures:
     import hpdcp
-    from hpdcp import arena, device_copy
+    from hpdcp._background import _arena
+    from hpdcp._devices import copies
 
     # An event on the stream that computes; never the whole device, which the fake one would not allow.
-    wait = device_copy.settle
+    wait = copies.settle
     state = build(device, nbytes)
     if contestant == "raw":
         return measure_raw(state, wait)
     locked = [0]
-    allocate = device_copy.allocate_pinned
+    allocate = copies.allocate_pinned
 
     def counted(size: int) -> Any:
         if contestant == "pageable":
@@ -99,9 +100,9 @@ def measure(contestant: str, device: Any, nbytes: int, folder: Path) -> harness.
         locked[0] += size
         return made
 
-    device_copy.allocate_pinned = counted
+    copies.allocate_pinned = counted
     if contestant == "pageable":
-        arena.lock_pages = lambda memory, kind: None
+        _arena.lock_pages = lambda memory, kind: None
     taken = device_bytes(device)
     figures: harness.Figures = {}
     place = folder / contestant
@@ -121,9 +122,9 @@ def measure(contestant: str, device: Any, nbytes: int, folder: Path) -> harness.
 
 
 def measure_raw(state: dict[str, Any], wait: Callable[[], object]) -> harness.Figures:
-    from hpdcp import device_copy
+    from hpdcp._devices import copies
 
-    kept = {key: device_copy.allocate_pinned(tensor.nbytes).view(tensor.dtype) for key, tensor in state.items()}
+    kept = {key: copies.allocate_pinned(tensor.nbytes).view(tensor.dtype) for key, tensor in state.items()}
 
     def down() -> None:
         for key, tensor in state.items():

@@ -40,9 +40,9 @@ def metadata_of(items: int, shards: Any, shape_rows: Any) -> Any:
     """A checkpoint of `items` bfloat16 tensors, the i-th of `shape_rows[i]` rows in `shards[i]` equal chunks."""
     import numpy as np
 
-    from hpdcp.container import StringColumn
-    from hpdcp.metadata import Metadata
-    from hpdcp.tables import ChunkTable, Entry, EntryKind, EntryTable, ends_of, starts_of
+    from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable, ends_of, starts_of
+    from hpdcp._format.container import StringColumn
+    from hpdcp._format.metadata import Metadata
 
     entries = EntryTable.from_entries(
         [
@@ -68,11 +68,11 @@ def coordinator(kind: str, ranks: int, items: int) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from hpdcp.broadcast import transport_dtype
-    from hpdcp.container import StringColumn
-    from hpdcp.load_plan import ItemColumns, LoadPlan, TargetColumns, decision_bytes
-    from hpdcp.sources import choose_sources
-    from hpdcp.tables import ChunkTable, ends_of, starts_of
+    from hpdcp._broadcast.reader_choice import choose_sources
+    from hpdcp._broadcast.walk import transport_dtype
+    from hpdcp._format.columns import ChunkTable, ends_of, starts_of
+    from hpdcp._format.container import StringColumn
+    from hpdcp._plan.load_plan import ItemColumns, LoadPlan, TargetColumns, decision_bytes
 
     number = np.arange(items)
     shards = np.where(number % 10 == 9, 1, ranks) if kind == "fsdp" else np.full(items, ranks // 2)
@@ -132,9 +132,10 @@ def rank(kind: str, stored_by: int, items: int) -> dict[str, float]:
     import torch
 
     import hpdcp
-    from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, stored
-    from hpdcp.geometry import Box
-    from hpdcp.planner import PlannerContext
+    from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata
+    from hpdcp._plan import stored_index
+    from hpdcp._plan.planner import PlannerContext
+    from hpdcp._state.geometry import Box
 
     rows = 2 if kind == "wide" else 16
     metadata = metadata_of(items, np.full(items, stored_by), np.full(items, rows * stored_by))
@@ -146,14 +147,14 @@ def rank(kind: str, stored_by: int, items: int) -> dict[str, float]:
         setattr(part, CHUNK_INFO, info)
         state.setdefault("model", {}).setdefault("layers", {})[f"{number:06d}"] = {"weight": part}
     tested = 0
-    intersect = stored.intersect
+    intersect = stored_index.intersect
 
     def counted(want: Box, have: Box) -> Box | None:
         nonlocal tested
         tested += 1
         return intersect(want, have)
 
-    stored.intersect = counted
+    stored_index.intersect = counted
     planner = hpdcp.StandardLoadPlanner()
     clock = harness.Clock()
     context = PlannerContext(0, stored_by // 2, True, True, False)

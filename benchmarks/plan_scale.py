@@ -55,8 +55,8 @@ def our_plans(kind: str, ranks: int, items: int) -> list[bytes]:
 
     import numpy as np
 
-    from hpdcp.planner import SavePlan
-    from hpdcp.tables import ChunkTable, Entry, EntryKind, EntryTable, ends_of
+    from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable, ends_of
+    from hpdcp._plan.planner import SavePlan
 
     table: EntryTable | None = None
     plans = []
@@ -85,9 +85,9 @@ def our_plans(kind: str, ranks: int, items: int) -> list[bytes]:
 
 
 def run_ours(kind: str, ranks: int, items: int) -> dict[str, float]:
-    from hpdcp.planner import SavePlan
-    from hpdcp.replicas import drop_duplicates
-    from hpdcp.storage import WholePlan
+    from hpdcp._plan.planner import SavePlan
+    from hpdcp._plan.replicas import drop_duplicates
+    from hpdcp._plan.storage import WholePlan
 
     arrived = our_plans(kind, ranks, items)
     clock = harness.Clock()

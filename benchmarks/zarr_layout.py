@@ -60,7 +60,7 @@ def one(contestant: str, folder: Path, mib: int, small: int) -> dict[str, float]
 
     else:
         import hpdcp
-        from hpdcp import config
+        from hpdcp._base import config
 
         def save() -> None:
             with config.using(layout=contestant.removeprefix("hpdcp-")):
@@ -111,7 +111,7 @@ def trained() -> dict[str, Any]:
 
 def print_compression(folder: Path) -> None:
     import hpdcp
-    from hpdcp import config
+    from hpdcp._base import config
 
     print("| state | zstd | zstd, shuffle | MB/s saved | MB/s loaded |")
     print("|---|---|---|---|---|")

@@ -12,50 +12,50 @@ if TYPE_CHECKING:
     from hpdcp import offline_transform as offline_transform
     from hpdcp import ragged as ragged
     from hpdcp import utils as utils
-    from hpdcp.api import load as load
-    from hpdcp.api import save as save
-    from hpdcp.async_persist import async_save as async_save
-    from hpdcp.async_persist import start_async_worker as start_async_worker
-    from hpdcp.async_persist import wait_for_saves as wait_for_saves
-    from hpdcp.async_response import AsyncSaveResponse as AsyncSaveResponse
-    from hpdcp.data_copier import DataCopier as DataCopier
-    from hpdcp.filesystem_storage import FileSystemReader as FileSystemReader
-    from hpdcp.filesystem_storage import FileSystemWriter as FileSystemWriter
-    from hpdcp.huggingface import HuggingFaceReader as HuggingFaceReader
-    from hpdcp.huggingface_names import Part as Part
-    from hpdcp.metadata import CHUNK_INFO as CHUNK_INFO
-    from hpdcp.metadata import ChunkInfo as ChunkInfo
-    from hpdcp.metadata import ChunkStorageMetadata as ChunkStorageMetadata
-    from hpdcp.metadata import Metadata as Metadata
-    from hpdcp.metadata import PerRank as PerRank
-    from hpdcp.optimizer_state import allocate_optimizer_state as allocate_optimizer_state
-    from hpdcp.ragged import RaggedShard as RaggedShard
-    from hpdcp.standard_planner import StandardLoadPlanner as StandardLoadPlanner
-    from hpdcp.standard_planner import StandardSavePlanner as StandardSavePlanner
+    from hpdcp._background.async_save import async_save as async_save
+    from hpdcp._background.async_save import start_async_worker as start_async_worker
+    from hpdcp._background.async_save import wait_for_saves as wait_for_saves
+    from hpdcp._background.data_copier import DataCopier as DataCopier
+    from hpdcp._background.response import AsyncSaveResponse as AsyncSaveResponse
+    from hpdcp._engine.optimizer_state import allocate_optimizer_state as allocate_optimizer_state
+    from hpdcp._engine.verbs import load as load
+    from hpdcp._engine.verbs import save as save
+    from hpdcp._files.filesystem_storage import FileSystemReader as FileSystemReader
+    from hpdcp._files.filesystem_storage import FileSystemWriter as FileSystemWriter
+    from hpdcp._files.huggingface_names import Part as Part
+    from hpdcp._files.huggingface_reader import HuggingFaceReader as HuggingFaceReader
+    from hpdcp._format.metadata import CHUNK_INFO as CHUNK_INFO
+    from hpdcp._format.metadata import ChunkInfo as ChunkInfo
+    from hpdcp._format.metadata import ChunkStorageMetadata as ChunkStorageMetadata
+    from hpdcp._format.metadata import Metadata as Metadata
+    from hpdcp._format.metadata import PerRank as PerRank
+    from hpdcp._plan.standard_planner import StandardLoadPlanner as StandardLoadPlanner
+    from hpdcp._plan.standard_planner import StandardSavePlanner as StandardSavePlanner
+    from hpdcp._state.ragged import RaggedShard as RaggedShard
 
 __version__ = "0.1.0"
 
 _HOMES: Final = {
-    "AsyncSaveResponse": "async_response",
-    "DataCopier": "data_copier",
-    "async_save": "async_persist",
-    "start_async_worker": "async_persist",
-    "wait_for_saves": "async_persist",
-    "CHUNK_INFO": "metadata",
-    "ChunkInfo": "metadata",
-    "ChunkStorageMetadata": "metadata",
-    "FileSystemReader": "filesystem_storage",
-    "FileSystemWriter": "filesystem_storage",
-    "HuggingFaceReader": "huggingface",
-    "Metadata": "metadata",
-    "Part": "huggingface_names",
-    "PerRank": "metadata",
-    "RaggedShard": "ragged",
-    "StandardLoadPlanner": "standard_planner",
-    "StandardSavePlanner": "standard_planner",
-    "allocate_optimizer_state": "optimizer_state",
-    "load": "api",
-    "save": "api",
+    "AsyncSaveResponse": "_background.response",
+    "DataCopier": "_background.data_copier",
+    "async_save": "_background.async_save",
+    "start_async_worker": "_background.async_save",
+    "wait_for_saves": "_background.async_save",
+    "CHUNK_INFO": "_format.metadata",
+    "ChunkInfo": "_format.metadata",
+    "ChunkStorageMetadata": "_format.metadata",
+    "FileSystemReader": "_files.filesystem_storage",
+    "FileSystemWriter": "_files.filesystem_storage",
+    "HuggingFaceReader": "_files.huggingface_reader",
+    "Metadata": "_format.metadata",
+    "Part": "_files.huggingface_names",
+    "PerRank": "_format.metadata",
+    "RaggedShard": "_state.ragged",
+    "StandardLoadPlanner": "_plan.standard_planner",
+    "StandardSavePlanner": "_plan.standard_planner",
+    "allocate_optimizer_state": "_engine.optimizer_state",
+    "load": "_engine.verbs",
+    "save": "_engine.verbs",
 }
 """Where each public name lives; imported when it is asked for, since torch takes seconds and a backend needs none."""
 
@@ -104,4 +104,4 @@ def __dir__() -> list[str]:
 
 if "torch" in sys.modules:
     # Then there is nothing to spare, and a first save should not pay for imports that belong to the start of a script.
-    import_module("hpdcp.api")
+    import_module("hpdcp._engine.verbs")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from hpdcp.errors import HpdcpError, InvalidArgumentError
+from hpdcp._base.errors import HpdcpError, InvalidArgumentError
 
 _NEEDED = ("rich", "tqdm", "typer")
 _LOOKING = frozenset({"inspect", "verify", "config"})

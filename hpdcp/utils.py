@@ -1,5 +1,11 @@
-"""A façade of what people use beside the verbs; everything lives elsewhere."""
+"""What people use beside the verbs."""
 
-from hpdcp.tree import flatten_state_dict, unflatten_state_dict
+from hpdcp._state.tree import (
+    flatten_state_dict,
+    unflatten_state_dict,
+)
 
-__all__ = ["flatten_state_dict", "unflatten_state_dict"]
+__all__ = [
+    "flatten_state_dict",
+    "unflatten_state_dict",
+]

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp import config, registry
-from hpdcp.container import unpack_columns
+from hpdcp._base import config
+from hpdcp._files import registry
+from hpdcp._format.container import unpack_columns
 from tests.support.ranks import ROOT, run_python
 from tests.support.s3 import S3Server
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from hpdcp.errors import InvalidArgumentError, NotSupportedError
+from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 
 PUT: Final = frozenset({"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "tos", "tosfs"})
 """Object stores: what is uploaded appears under its name when it is complete, in place of what was there. A rename

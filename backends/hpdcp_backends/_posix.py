@@ -21,8 +21,8 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Final
 
-from hpdcp.backend import ByteRange, as_bytes
-from hpdcp.errors import InvalidArgumentError
+from hpdcp._base.backend import ByteRange, as_bytes
+from hpdcp._base.errors import InvalidArgumentError
 
 IOV_MAX: Final = 1024
 """Buffers per system call; Linux's limit, and more would not be faster."""

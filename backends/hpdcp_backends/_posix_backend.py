@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, TypeVar
 
-from hpdcp.backend import (
+from hpdcp._base.backend import (
     TEMPORARY_PREFIX,
     Backend,
     ByteRange,
@@ -24,7 +24,7 @@ from hpdcp.backend import (
     storage_error,
     truncated,
 )
-from hpdcp.errors import CheckpointNotFoundError, HpdcpError, InvalidArgumentError, StorageError
+from hpdcp._base.errors import CheckpointNotFoundError, HpdcpError, InvalidArgumentError, StorageError
 from hpdcp_backends._posix import (
     OpenFile,
     identity,

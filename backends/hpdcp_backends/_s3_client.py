@@ -17,8 +17,8 @@ from typing import Any, Final
 import crc32c
 from botocore.exceptions import ClientError
 
-from hpdcp.backend import without_password
-from hpdcp.errors import InvalidArgumentError
+from hpdcp._base.backend import without_password
+from hpdcp._base.errors import InvalidArgumentError
 from hpdcp_backends._s3_errors import RequestFailedError, StoppedError, from_botocore
 from hpdcp_backends._s3_options import S3Options
 

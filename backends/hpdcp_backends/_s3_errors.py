@@ -8,7 +8,7 @@ from typing import Final
 
 from botocore import exceptions as botocore_errors
 
-from hpdcp.errors import HpdcpError, KeyNotFoundError, StorageError
+from hpdcp._base.errors import HpdcpError, KeyNotFoundError, StorageError
 
 _TEMPORARY_STATUS: Final = frozenset({429, 500, 502, 503, 504})
 _TEMPORARY_CODES: Final = frozenset({

@@ -14,7 +14,7 @@ from botocore.config import Config
 from botocore.credentials import Credentials
 from botocore.session import Session
 
-from hpdcp.errors import InvalidArgumentError
+from hpdcp._base.errors import InvalidArgumentError
 
 _OF_FILES: Final = frozenset({
     "default_block_size", "default_fill_cache", "default_cache_type", "cache_regions", "fixed_upload_size",

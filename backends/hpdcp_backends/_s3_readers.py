@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from hpdcp.backend import ByteRange
-from hpdcp.errors import NotSupportedError
+from hpdcp._base.backend import ByteRange
+from hpdcp._base.errors import NotSupportedError
 from hpdcp_backends._s3_client import S3Client, reading
 from hpdcp_backends._s3_errors import RequestFailedError, StoppedError, answered, failed_connection, from_botocore
 from hpdcp_backends._s3_options import frozen

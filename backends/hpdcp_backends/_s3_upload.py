@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Final
 
-from hpdcp.backend import as_bytes
-from hpdcp.errors import InvalidArgumentError
+from hpdcp._base.backend import as_bytes
+from hpdcp._base.errors import InvalidArgumentError
 from hpdcp_backends._s3_client import Body, S3Client, StoredPart
 from hpdcp_backends._s3_errors import MISSING, RequestFailedError
 from hpdcp_backends._s3_retry import Retries

@@ -10,13 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hpdcp.errors import StateDictError
-from hpdcp.geometry import Box
-from hpdcp.metadata import Metadata
-from hpdcp.paths import decode_path
-from hpdcp.planner import HandOver, SavePlan
-from hpdcp.storage import entry_rows
-from hpdcp.tables import I64, ChunkTable, EntryKind, EntryTable, concat_chunks, sort_order, starts_of, take_runs
+from hpdcp._base.errors import StateDictError
+from hpdcp._format.columns import (
+    I64,
+    ChunkTable,
+    EntryKind,
+    EntryTable,
+    concat_chunks,
+    sort_order,
+    starts_of,
+    take_runs,
+)
+from hpdcp._format.metadata import Metadata
+from hpdcp._plan.planner import HandOver, SavePlan
+from hpdcp._plan.storage import entry_rows
+from hpdcp._state.geometry import Box
+from hpdcp._state.paths import decode_path
 from hpdcp_backends._zarr_grid import Cell, cells, cells_inside, chunk_shape
 from hpdcp_backends._zarr_names import node_path
 

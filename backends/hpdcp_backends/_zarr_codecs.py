@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hpdcp.errors import InvalidArgumentError, NotSupportedError
+from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 
 COMPRESSORS: Final = ("none", "zstd")
 _MOST: Final = (1 << 31) - 17

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpdcp.geometry import Box, intersect
+from hpdcp._state.geometry import Box, intersect
 
 SMALL_BYTES: Final = 1 << 20
 """No tensor is cut into chunks that are smaller: a thousand small tensors are a thousand objects, not one for each rank

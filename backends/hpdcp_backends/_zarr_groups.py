@@ -13,10 +13,8 @@ import crc32c
 import numpy as np
 import torch
 
-from hpdcp import device
-from hpdcp.backend import Backend, ByteRange, KeyInfo
-from hpdcp.container import StringColumn
-from hpdcp.errors import (
+from hpdcp._base.backend import Backend, ByteRange, KeyInfo
+from hpdcp._base.errors import (
     CorruptCheckpointError,
     HpdcpError,
     KeyNotFoundError,
@@ -25,10 +23,12 @@ from hpdcp.errors import (
     UnsupportedFormatError,
     UnsupportedTypeError,
 )
-from hpdcp.metadata import HEAD_BYTES, NO_CHECKSUMS, Metadata, StorageTable
-from hpdcp.paths import decode_path, encode_path, fqn_of
-from hpdcp.planner import LoadPlanner, ReadItem
-from hpdcp.tables import ChunkTable, Entry, EntryKind, EntryTable
+from hpdcp._devices import device
+from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
+from hpdcp._format.container import StringColumn
+from hpdcp._format.metadata import HEAD_BYTES, NO_CHECKSUMS, Metadata, StorageTable
+from hpdcp._plan.planner import LoadPlanner, ReadItem
+from hpdcp._state.paths import decode_path, encode_path, fqn_of
 from hpdcp_backends._zarr_metadata import NODE, ZARR_NAMES
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import crc32c
 import numpy as np
 import torch
 
-from hpdcp.backend import Backend
-from hpdcp.checkpoint_io import BlockChecksums, byte_pieces
-from hpdcp.errors import KeyExistsError, SupersededError
-from hpdcp.metadata import HEAD_BYTES, StorageInfo
-from hpdcp.storage import FileRecord, WriteResult
+from hpdcp._base.backend import Backend
+from hpdcp._base.errors import KeyExistsError, SupersededError
+from hpdcp._files.safetensors_layout import BlockChecksums, byte_pieces
+from hpdcp._format.metadata import HEAD_BYTES, StorageInfo
+from hpdcp._plan.storage import FileRecord, WriteResult
 from hpdcp_backends._zarr_codecs import Compression
 
 STREAMED_BYTES: Final = 32 << 20

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from fsspec.dircache import DirCache
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from hpdcp.backend import (
+from hpdcp._base.backend import (
     TEMPORARY_PREFIX,
     Backend,
     ByteRange,
@@ -31,7 +31,7 @@ from hpdcp.backend import (
     truncated,
     without_password,
 )
-from hpdcp.errors import (
+from hpdcp._base.errors import (
     CheckpointNotFoundError,
     HpdcpError,
     InvalidArgumentError,
@@ -39,7 +39,7 @@ from hpdcp.errors import (
     NotSupportedError,
     StorageError,
 )
-from hpdcp.threads import Threads
+from hpdcp._base.threads import Threads
 from hpdcp_backends._fsspec_stores import (
     ADVICE,
     ONE_VERSION,

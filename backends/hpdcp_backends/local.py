@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
-from hpdcp.backend import ByteRange, spare_cores
-from hpdcp.errors import InvalidArgumentError
+from hpdcp._base.backend import ByteRange, spare_cores
+from hpdcp._base.errors import InvalidArgumentError
 from hpdcp_backends._posix import OpenFile, OpenFiles, map_private
 from hpdcp_backends._posix_backend import PosixBackend, at_least
 

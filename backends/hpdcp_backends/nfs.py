@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, Final, TypeVar
 
-from hpdcp.backend import spare_cores
+from hpdcp._base.backend import spare_cores
 from hpdcp_backends._posix import OpenFile, identity
 from hpdcp_backends._posix_backend import PosixBackend
 

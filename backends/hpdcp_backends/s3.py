@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Final
 
-from hpdcp.backend import (
+from hpdcp._base.backend import (
     Backend,
     ByteRange,
     Fetch,
@@ -23,8 +23,8 @@ from hpdcp.backend import (
     fetches,
     truncated,
 )
-from hpdcp.errors import InvalidArgumentError, NotSupportedError, StorageError
-from hpdcp.threads import Threads
+from hpdcp._base.errors import InvalidArgumentError, NotSupportedError, StorageError
+from hpdcp._base.threads import Threads
 from hpdcp_backends._s3_client import S3Client
 from hpdcp_backends._s3_errors import Place, RequestFailedError
 from hpdcp_backends._s3_options import S3Options

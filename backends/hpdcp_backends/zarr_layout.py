@@ -19,17 +19,17 @@ from typing import ClassVar, Final
 import numpy as np
 import torch
 
-from hpdcp import device
-from hpdcp.backend import Backend
-from hpdcp.checkpoint_io import SafetensorsLayout, byte_pieces, check_files
-from hpdcp.errors import CorruptCheckpointError, InvalidArgumentError
-from hpdcp.geometry import Box, relative
-from hpdcp.layout import FileNaming, Layout, Verify
-from hpdcp.metadata import Metadata, StorageInfo
-from hpdcp.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
-from hpdcp.read_engine import BoxRead, Checker, in_parallel, read_boxes, read_extents, stored_dtype
-from hpdcp.storage import FileRecord, WriteResults
-from hpdcp.tables import EntryKind, EntryTable
+from hpdcp._base.backend import Backend
+from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError
+from hpdcp._devices import device
+from hpdcp._files.layout import FileNaming, Layout, Verify
+from hpdcp._files.read_engine import BoxRead, Checker, in_parallel, read_boxes, read_extents, stored_dtype
+from hpdcp._files.safetensors_layout import SafetensorsLayout, byte_pieces, check_files
+from hpdcp._format.columns import EntryKind, EntryTable
+from hpdcp._format.metadata import Metadata, StorageInfo
+from hpdcp._plan.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
+from hpdcp._plan.storage import FileRecord, WriteResults
+from hpdcp._state.geometry import Box, relative
 from hpdcp_backends import _zarr_groups
 from hpdcp_backends._zarr_arrange import arrange, itemsize_of, paths_of, steps_of
 from hpdcp_backends._zarr_codecs import Compression, decode

@@ -1,6 +1,6 @@
 """Writes commands.md beside it, from what each command and each option says of itself: `make docs`.
 
-`tests/unit/test_command_reference.py` compares the page with what this would write.
+`tests/unit/commands/test_command_reference.py` compares the page with what this would write.
 """
 
 from __future__ import annotations

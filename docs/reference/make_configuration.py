@@ -1,6 +1,6 @@
 """Writes configuration.md beside it, from the docstrings of `hpdcp.config` and of the backends: `make docs`.
 
-Nothing about a key is written here but an example value. `tests/unit/test_config_reference.py` compares the page with
+Nothing about a key is written here but an example value. `tests/unit/_base/test_config_reference.py` compares the page with
 what this would write.
 """
 
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import hpdcp.backend
-from hpdcp import config, registry
+from hpdcp._base import config
+from hpdcp._files import registry
 
 PAGE: Final = Path(__file__).with_name("configuration.md")
 COMMAND: Final = "make docs"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hpdcp import config, registry
+from hpdcp._base import config
+from hpdcp._files import registry
 from hpdcp.commands import output
 from hpdcp.commands.options import AsJson
 from hpdcp.commands.output import leave_to_rank_0, print_json, table_of, text_of

@@ -15,7 +15,14 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from hpdcp import config
+from hpdcp._base import config
+from hpdcp._convert.copy import convert_dcp_to_dcp
+from hpdcp._convert.transform import (
+    Conversion,
+    convert_dcp_to_huggingface,
+    convert_dcp_to_torch,
+    convert_full_checkpoint_to_dcp,
+)
 from hpdcp.commands.name_maps import NameTable, Table, read_name_map
 from hpdcp.commands.options import (
     AsJson,
@@ -38,13 +45,6 @@ from hpdcp.commands.output import (
     summary,
     table_of,
     text_of,
-)
-from hpdcp.offline_copy import convert_dcp_to_dcp
-from hpdcp.offline_transform import (
-    Conversion,
-    convert_dcp_to_huggingface,
-    convert_dcp_to_torch,
-    convert_full_checkpoint_to_dcp,
 )
 
 _LONGEST_STEP: Final = timedelta(days=7)

@@ -13,7 +13,10 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from hpdcp import progress
+from hpdcp._base import progress
+from hpdcp._files.filesystem_storage import FileSystemReader
+from hpdcp._manage._value_differences import ValueDifference
+from hpdcp._manage.compare import Aspect, Comparison, Difference, compare_checkpoints
 from hpdcp.commands.options import (
     AsJson,
     BackendA,
@@ -35,9 +38,6 @@ from hpdcp.commands.output import (
     table_of,
     text_of,
 )
-from hpdcp.compare import Aspect, Comparison, Difference, compare_checkpoints
-from hpdcp.filesystem_storage import FileSystemReader
-from hpdcp.value_differences import ValueDifference
 
 _ARRANGED = {
     Aspect.LAYOUT: "stored in other boxes",

@@ -11,6 +11,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
+from hpdcp._files.filesystem_storage import FileSystemReader
+from hpdcp._format.columns import EntryKind
+from hpdcp._manage.inspect import CheckpointReport, EntryReport, inspect_checkpoint
 from hpdcp.commands.options import AsJson, BackendName, StorageOptions, Url
 from hpdcp.commands.output import (
     count_of,
@@ -25,9 +28,6 @@ from hpdcp.commands.output import (
     table_of,
     text_of,
 )
-from hpdcp.filesystem_storage import FileSystemReader
-from hpdcp.inspect import CheckpointReport, EntryReport, inspect_checkpoint
-from hpdcp.tables import EntryKind
 
 
 def inspect(

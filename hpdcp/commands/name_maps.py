@@ -10,8 +10,8 @@ from typing import Final, TypeAlias
 
 import typer
 
+from hpdcp._files.huggingface_names import Part
 from hpdcp.commands.output import count_of, note
-from hpdcp.huggingface_names import Part
 
 _MOST_NAMES: Final = 5
 

@@ -10,10 +10,10 @@ from typing import Annotated, Final
 import typer
 from rich.console import RenderableType
 
+from hpdcp._base.errors import InvalidArgumentError
+from hpdcp._manage.remove import Removal, remove_checkpoint
 from hpdcp.commands.options import AsJson, BackendName, DryRun, StorageOptions, Url
 from hpdcp.commands.output import count_of, leave_to_rank_0, note, plain, print_json, show, size_of, text_of
-from hpdcp.errors import InvalidArgumentError
-from hpdcp.remove import Removal, remove_checkpoint
 
 _MOST_NAMED: Final = 10
 

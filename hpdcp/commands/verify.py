@@ -9,7 +9,9 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from hpdcp import progress
+from hpdcp._base import progress
+from hpdcp._files.filesystem_storage import FileSystemReader
+from hpdcp._manage.verify import VerifyReport, verify_checkpoint
 from hpdcp.commands.options import AsJson, BackendName, Bar, ShowBar, StorageOptions, Url
 from hpdcp.commands.output import (
     count_of,
@@ -21,8 +23,6 @@ from hpdcp.commands.output import (
     table_of,
     text_of,
 )
-from hpdcp.filesystem_storage import FileSystemReader
-from hpdcp.verify import VerifyReport, verify_checkpoint
 
 
 def verify(

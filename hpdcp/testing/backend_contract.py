@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from hpdcp.backend import Backend, ByteRange
-from hpdcp.errors import (
+from hpdcp._base.backend import Backend, ByteRange
+from hpdcp._base.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
     KeyExistsError,

@@ -13,18 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from hpdcp import config, registry
-from hpdcp.api import load, save
-from hpdcp.backend import Backend, ByteRange, KeyInfo
-from hpdcp.errors import CheckpointExistsError, CorruptCheckpointError, HpdcpError, StorageError
-from hpdcp.exchange import FramedExchange
-from hpdcp.filesystem_storage import FileSystemReader, FileSystemWriter
-from hpdcp.geometry import Box
-from hpdcp.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, Metadata, PerRank
-from hpdcp.planner import SavePlanner, WriteItem
-from hpdcp.saver import save_state
-from hpdcp.standard_planner import StandardSavePlanner
-from hpdcp.verify import verify_checkpoint
+from hpdcp._base import config
+from hpdcp._base.backend import Backend, ByteRange, KeyInfo
+from hpdcp._base.errors import CheckpointExistsError, CorruptCheckpointError, HpdcpError, StorageError
+from hpdcp._comm.exchange import FramedExchange
+from hpdcp._engine.save import save_state
+from hpdcp._engine.verbs import load, save
+from hpdcp._files import registry
+from hpdcp._files.filesystem_storage import FileSystemReader, FileSystemWriter
+from hpdcp._format.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, Metadata, PerRank
+from hpdcp._manage.verify import verify_checkpoint
+from hpdcp._plan.planner import SavePlanner, WriteItem
+from hpdcp._plan.standard_planner import StandardSavePlanner
+from hpdcp._state.geometry import Box
 
 DTYPES = (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp.commit import Attempt
-from hpdcp.registry import open_backend
+from hpdcp._files.commit import Attempt
+from hpdcp._files.registry import open_backend
 from tests.support.command import Command
 from tests.support.huggingface import write_shards
 from tests.support.s3 import S3Server

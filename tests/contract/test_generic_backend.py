@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpdcp.backend import Backend
+from hpdcp._base.backend import Backend
 from hpdcp.testing import BackendContract
 from hpdcp_backends.generic import GenericBackend
 from tests.support.s3 import S3Server

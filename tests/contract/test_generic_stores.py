@@ -16,11 +16,11 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import hpdcp
-from hpdcp import config
-from hpdcp.backend import ByteRange
-from hpdcp.errors import InvalidArgumentError, KeyNotFoundError, NotSupportedError, StorageError
-from hpdcp.folder_save import forget_ordinals
-from hpdcp.planner import PlannerContext
+from hpdcp._base import config
+from hpdcp._base.backend import ByteRange
+from hpdcp._base.errors import InvalidArgumentError, KeyNotFoundError, NotSupportedError, StorageError
+from hpdcp._files.folder_save import forget_ordinals
+from hpdcp._plan.planner import PlannerContext
 from hpdcp.testing.backend_contract import put
 from hpdcp_backends.generic import GenericBackend
 from tests.support.proxy import Answer, CutAnswer, CutRequest, Rule, proxied

@@ -9,9 +9,9 @@ import torch
 
 import hpdcp
 from hpdcp import HuggingFaceReader
-from hpdcp.errors import CorruptCheckpointError, IncompleteCheckpointError
-from hpdcp.inspect import inspect_checkpoint
-from hpdcp.registry import open_backend
+from hpdcp._base.errors import CorruptCheckpointError, IncompleteCheckpointError
+from hpdcp._files.registry import open_backend
+from hpdcp._manage.inspect import inspect_checkpoint
 from tests.support.huggingface import blanks, same, shard_name, write_shards
 from tests.support.s3 import S3Server
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpdcp.backend import Backend, ByteRange
-from hpdcp.errors import CheckpointNotFoundError, InvalidArgumentError, StorageError
+from hpdcp._base.backend import Backend, ByteRange
+from hpdcp._base.errors import CheckpointNotFoundError, InvalidArgumentError, StorageError
 from hpdcp.testing import BackendContract
 from hpdcp.testing.backend_contract import LARGE, put
 from hpdcp_backends.local import LocalBackend

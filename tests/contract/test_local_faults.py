@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpdcp.backend import ByteRange
-from hpdcp.errors import KeyTruncatedError, StorageError
+from hpdcp._base.backend import ByteRange
+from hpdcp._base.errors import KeyTruncatedError, StorageError
 from hpdcp.testing.backend_contract import LARGE, put
 from hpdcp_backends.local import LocalBackend
 

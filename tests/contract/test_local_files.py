@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpdcp.backend import ByteRange
+from hpdcp._base.backend import ByteRange
 from hpdcp.testing.backend_contract import LARGE, put
 from hpdcp_backends.local import LocalBackend
 

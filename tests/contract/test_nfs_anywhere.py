@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpdcp.backend import Backend, ByteRange
-from hpdcp.errors import InvalidArgumentError, KeyNotFoundError, StorageError
+from hpdcp._base.backend import Backend, ByteRange
+from hpdcp._base.errors import InvalidArgumentError, KeyNotFoundError, StorageError
 from hpdcp.testing import BackendContract
 from hpdcp.testing.backend_contract import LARGE, put
 from hpdcp_backends.nfs import NfsBackend

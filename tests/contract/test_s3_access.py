@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpdcp.backend import ByteRange
-from hpdcp.errors import InvalidArgumentError, KeyNotFoundError, NotSupportedError, StorageError
+from hpdcp._base.backend import ByteRange
+from hpdcp._base.errors import InvalidArgumentError, KeyNotFoundError, NotSupportedError, StorageError
 from hpdcp_backends.s3 import S3Backend
 from tests.support.s3 import S3Server
 

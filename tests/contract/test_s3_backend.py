@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpdcp.backend import Backend
+from hpdcp._base.backend import Backend
 from hpdcp.testing import BackendContract
 from hpdcp_backends.s3 import S3Backend
 from tests.support.s3 import S3Server

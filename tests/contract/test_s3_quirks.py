@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from hpdcp.backend import ByteRange
-from hpdcp.errors import InvalidArgumentError, KeyNotFoundError, KeyTruncatedError, StorageError
-from hpdcp.metadata import Metadata
+from hpdcp._base.backend import ByteRange
+from hpdcp._base.errors import InvalidArgumentError, KeyNotFoundError, KeyTruncatedError, StorageError
+from hpdcp._format.metadata import Metadata
 from hpdcp_backends.s3 import S3Backend
 from tests.support.proxy import Do, LoseAnswer, Proxy, Rule, Slow, Stall
 from tests.support.s3 import S3Server
@@ -318,8 +318,8 @@ def test_a_child_forked_from_a_process_that_used_obstore_reads_with_botocore(
         textwrap.dedent(
             """
             import logging, os, signal, sys
-            from hpdcp.backend import ByteRange
-            from hpdcp.errors import NotSupportedError
+            from hpdcp._base.backend import ByteRange
+            from hpdcp._base.errors import NotSupportedError
             from hpdcp_backends.s3 import S3Backend
 
             def read(engine):
@@ -362,7 +362,7 @@ def test_a_process_that_ends_saves_and_removes_all_the_same(s3_server: S3Server,
         import atexit, sys
         import torch
         import hpdcp
-        from hpdcp.registry import open_backend
+        from hpdcp._files.registry import open_backend
 
         def save_at_the_end():
             for step in (1, 2):

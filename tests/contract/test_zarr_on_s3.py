@@ -10,11 +10,12 @@ import torch
 import zarr
 
 import hpdcp
-from hpdcp import config, registry
-from hpdcp.errors import CheckpointExistsError, CorruptCheckpointError
-from hpdcp.geometry import Box
+from hpdcp._base import config
+from hpdcp._base.errors import CheckpointExistsError, CorruptCheckpointError
+from hpdcp._files import registry
+from hpdcp._manage.verify import verify_checkpoint
+from hpdcp._state.geometry import Box
 from hpdcp.testing.layout_contract import cut, save_as_ranks
-from hpdcp.verify import verify_checkpoint
 from hpdcp_backends import _zarr_grid
 from tests.support.s3 import S3Server
 

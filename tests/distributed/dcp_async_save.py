@@ -19,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map
 
 import hpdcp
-from hpdcp import AsyncSaveResponse, PerRank, config
-from hpdcp.errors import (
+from hpdcp import AsyncSaveResponse, PerRank
+from hpdcp._base import config
+from hpdcp._base.errors import (
     HpdcpError,
     PeerLostError,
     ReplicaMismatchError,
@@ -28,9 +29,9 @@ from hpdcp.errors import (
     WaitTimeoutError,
     WorkerDiedError,
 )
-from hpdcp.mailbox import FOLDER_PREFIX
-from hpdcp.plan_cache import PLANS
-from hpdcp.planner import WriteItem
+from hpdcp._comm.mailbox import FOLDER_PREFIX
+from hpdcp._plan.plan_cache import PLANS
+from hpdcp._plan.planner import WriteItem
 from tests.support.job import Job
 from tests.support.layouts import DP2_TP2, FSDP4, HSDP, RAGGED, TP4_COLUMNS, Layout, differing, local_of
 from tests.support.planners import ToldPlanner

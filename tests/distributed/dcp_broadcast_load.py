@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hpdcp
-from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, StandardLoadPlanner, config, sharing, sources
-from hpdcp.errors import CorruptCheckpointError, HpdcpError, InvalidArgumentError, RankFailedError, StorageError
-from hpdcp.load_plan import LoadPlan
-from hpdcp.metadata import Metadata
-from hpdcp.planner import ReadItem
+from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, StandardLoadPlanner
+from hpdcp._base import config
+from hpdcp._base.errors import CorruptCheckpointError, HpdcpError, InvalidArgumentError, RankFailedError, StorageError
+from hpdcp._broadcast import decision, reader_choice
+from hpdcp._format.metadata import Metadata
+from hpdcp._plan.load_plan import LoadPlan
+from hpdcp._plan.planner import ReadItem
 from tests.support.backends import Traffic, registered
 from tests.support.job import Job
 from tests.support.layouts import (
@@ -155,7 +157,7 @@ def test_a_group_that_spans_hosts_broadcasts_and_one_within_a_host_does_not(
     tensors = {"w": torch.arange(64.0).reshape(8, 8)}
     layouts = (DP2_TP2, PAIRS, REPLICATED)
     hpdcp.save(_full(ranks, tensors, layouts), checkpoint_id=folder)
-    monkeypatch.setattr(sharing, "host_id", lambda: f"host {ranks.rank // 2}")
+    monkeypatch.setattr(decision, "host_id", lambda: f"host {ranks.rank // 2}")
     targets = _blank(ranks, tensors, layouts)
     with config.using(backend="counting-here"), _new_groups(monkeypatch) as made:
         hpdcp.load(targets, checkpoint_id=folder)
@@ -298,7 +300,7 @@ def test_of_too_many_new_groups_the_smallest_read_for_themselves(
     expected = state(lambda layout, full: layout.place(ranks, full))
     hpdcp.save(expected, checkpoint_id=folder)
     targets = state(lambda layout, full: layout.blank_all(ranks, {"": full})[""])
-    monkeypatch.setattr(sources, "MOST_NEW_GROUPS", 2)
+    monkeypatch.setattr(reader_choice, "MOST_NEW_GROUPS", 2)
     with _new_groups(monkeypatch) as made:
         hpdcp.load(targets, checkpoint_id=folder)
     assert made == [(0, 2), (1, 3)]
@@ -315,7 +317,7 @@ def test_a_large_shard_is_read_in_parts_by_its_members(
     targets: dict[str, torch.Tensor] = REPLICATED.blank_all(ranks, tensors)
     if ranks.rank == 2:
         targets["embedding"] = torch.full((64, 64), ranks.sentinel()).t()
-    monkeypatch.setattr(sources, "STRIPE_BYTES", 4096)
+    monkeypatch.setattr(reader_choice, "STRIPE_BYTES", 4096)
     hpdcp.load(targets, checkpoint_id=folder, broadcast_batch_bytes=batch_bytes)
     for key, full in tensors.items():
         assert torch.equal(local_of(targets[key]), full), key

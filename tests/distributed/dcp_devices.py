@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hpdcp
-from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, collectives, config
-from hpdcp.errors import RankFailedError, StorageError
+from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata
+from hpdcp._base import config
+from hpdcp._base.errors import RankFailedError, StorageError
+from hpdcp._comm import process_group
 from tests.support import fake_ccl, fake_device
 from tests.support.backends import Traffic, registered
 from tests.support.fake_device import NAME, shadow
@@ -76,13 +78,13 @@ def sent() -> int:
 
 def test_the_default_group_carries_no_host_tensors(ranks: Job) -> None:
     assert ranks.world_size == 3
-    assert collectives.backends_of(dist.group.WORLD) == {NAME: fake_ccl.BACKEND}
+    assert process_group.backends_of(dist.group.WORLD) == {NAME: fake_ccl.BACKEND}
 
 
 def test_one_group_for_plans_is_made_once_and_the_log_says_so(
     ranks: Job, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectives, "_own_group", None)
+    monkeypatch.setattr(process_group, "_own_group", None)
     state = {"a": on_device(torch.arange(5.0)), "step": 3}
     before = len(dist.distributed_c10d._world.pg_map)
     with caplog.at_level(logging.INFO, "hpdcp"):
@@ -92,8 +94,8 @@ def test_one_group_for_plans_is_made_once_and_the_log_says_so(
     assert len(said) == 1
     assert f"cpu:gloo,{NAME}:{fake_ccl.BACKEND}" in said[0]
     assert len(dist.distributed_c10d._world.pg_map) == before + 1
-    own = collectives._host_group()
-    assert collectives.backends_of(own)["cpu"] == "gloo"
+    own = process_group._host_group()
+    assert process_group.backends_of(own)["cpu"] == "gloo"
 
 
 def test_an_asynchronous_save_makes_no_group(ranks: Job, folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import hpdcp
 from hpdcp import Metadata, StandardSavePlanner
-from hpdcp.errors import (
+from hpdcp._base.errors import (
     CorruptCheckpointError,
     HpdcpError,
     IncompleteCheckpointError,
@@ -24,7 +24,7 @@ from hpdcp.errors import (
     StorageError,
     UnsupportedTypeError,
 )
-from hpdcp.planner import WriteItem
+from hpdcp._plan.planner import WriteItem
 from hpdcp_backends.local import LocalBackend
 from tests.support.job import Job
 from tests.support.layouts import TP4, differing, local_of, sample_tensors

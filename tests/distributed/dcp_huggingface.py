@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import hpdcp
-from hpdcp import HuggingFaceReader, Part, config
-from hpdcp.errors import CorruptCheckpointError, HpdcpError, IncompleteCheckpointError, MissingKeysError
+from hpdcp import HuggingFaceReader, Part
+from hpdcp._base import config
+from hpdcp._base.errors import CorruptCheckpointError, HpdcpError, IncompleteCheckpointError, MissingKeysError
 from tests.support.backends import Traffic, registered
 from tests.support.huggingface import INDEX, same, shard_name, write_shards
 from tests.support.job import Job

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import hpdcp
 from hpdcp import PerRank, RaggedShard
-from hpdcp.errors import WorldSizeError
-from hpdcp.ragged import from_local
+from hpdcp._base.errors import WorldSizeError
+from hpdcp._state.ragged import from_local
 from tests.support.job import Job
 from tests.support.layouts import differing, local_of, sample_tensors
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import hpdcp
-from hpdcp import broadcast, config, sources
+from hpdcp._base import config
+from hpdcp._broadcast import reader_choice, walk
 from tests.support.backends import Traffic, registered
 from tests.support.job import Job
 from tests.support.layouts import (
@@ -96,7 +97,7 @@ def test_at_most_eight_broadcasts_are_in_flight_and_more_than_one(
     monkeypatch.setattr(dist, "broadcast", watched)
     hpdcp.load(targets, checkpoint_id=folder, broadcast_batch_bytes=0)
     assert differing(stored, targets) == []
-    assert max(sizes) == broadcast.IN_FLIGHT == 8
+    assert max(sizes) == walk.IN_FLIGHT == 8
     assert not flying
     assert len(sizes) > 20
 
@@ -176,7 +177,7 @@ def test_random_states_load_as_a_single_process_reads_them(
     hpdcp.load(single, checkpoint_id=folder, use_collectives=False)
     assert all(torch.equal(single[name], full) for name, full in tensors.items())
     expected = loaded_as.place_all(ranks, single)
-    monkeypatch.setattr(sources, "STRIPE_BYTES", chosen.choice([64, 1000, 64 << 20]))
+    monkeypatch.setattr(reader_choice, "STRIPE_BYTES", chosen.choice([64, 1000, 64 << 20]))
     for shared in (True, False, None):
         targets = {name: _blank(loaded_as, ranks, full) for name, full in single.items()}
         batch_bytes = chosen.choice([0, 50, 400, 6 << 20])

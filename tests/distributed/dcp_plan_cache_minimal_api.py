@@ -14,10 +14,12 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 import hpdcp
-from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, Metadata, PerRank, StandardSavePlanner, config, replicas
-from hpdcp.errors import InvalidArgumentError, ReplicaMismatchError, StorageError
-from hpdcp.plan_cache import PLANS
-from hpdcp.planner import SavePlan, WriteItem
+from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, Metadata, PerRank, StandardSavePlanner
+from hpdcp._base import config
+from hpdcp._base.errors import InvalidArgumentError, ReplicaMismatchError, StorageError
+from hpdcp._plan import replicas
+from hpdcp._plan.plan_cache import PLANS
+from hpdcp._plan.planner import SavePlan, WriteItem
 from hpdcp_backends.local import LocalBackend
 from tests.support.job import Job
 from tests.support.layouts import (

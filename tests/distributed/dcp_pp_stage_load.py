@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 import hpdcp
-from hpdcp import config
-from hpdcp.load_plan import LoadPlan
+from hpdcp._base import config
+from hpdcp._plan.load_plan import LoadPlan
 from tests.support.backends import Traffic, registered
 from tests.support.job import Job
 from tests.support.layouts import differing, local_of

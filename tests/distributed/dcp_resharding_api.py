@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import hpdcp
-from hpdcp.backend import ByteRange
-from hpdcp.errors import StateDictError
-from hpdcp.metadata import HEAD_BYTES
+from hpdcp._base.backend import ByteRange
+from hpdcp._base.errors import StateDictError
+from hpdcp._format.metadata import HEAD_BYTES
 from hpdcp_backends.local import LocalBackend
 from tests.support.job import Job
 from tests.support.layouts import (

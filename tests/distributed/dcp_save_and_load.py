@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import hpdcp
 from hpdcp import PerRank, StandardLoadPlanner
-from hpdcp.errors import (
+from hpdcp._base.errors import (
     DtypeMismatchError,
     HpdcpError,
     MissingKeysError,

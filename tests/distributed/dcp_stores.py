@@ -19,9 +19,10 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp import AsyncSaveResponse, PerRank, StandardLoadPlanner, StandardSavePlanner, config, registry
-from hpdcp.backend import Backend, ByteRange
-from hpdcp.errors import (
+from hpdcp import AsyncSaveResponse, PerRank, StandardLoadPlanner, StandardSavePlanner
+from hpdcp._base import config
+from hpdcp._base.backend import Backend, ByteRange
+from hpdcp._base.errors import (
     CheckpointNotFoundError,
     HpdcpError,
     PeerLostError,
@@ -29,10 +30,11 @@ from hpdcp.errors import (
     StorageError,
     WorkerDiedError,
 )
-from hpdcp.mailbox import FOLDER_PREFIX
-from hpdcp.metadata import Metadata
-from hpdcp.plan_cache import PLANS
-from hpdcp.planner import WriteItem
+from hpdcp._comm.mailbox import FOLDER_PREFIX
+from hpdcp._files import registry
+from hpdcp._format.metadata import Metadata
+from hpdcp._plan.plan_cache import PLANS
+from hpdcp._plan.planner import WriteItem
 from tests.support.job import Job
 from tests.support.layouts import Layout, differing, local_of
 from tests.support.planners import ToldPlanner

@@ -11,7 +11,7 @@ import torch
 
 import hpdcp
 from hpdcp import PerRank, StandardLoadPlanner
-from hpdcp.errors import (
+from hpdcp._base.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,

@@ -13,10 +13,11 @@ import torch
 import zarr
 
 import hpdcp
-from hpdcp import PerRank, config
-from hpdcp.errors import CheckpointExistsError, InvalidArgumentError, NotSupportedError, ReplicaMismatchError
-from hpdcp.plan_cache import PLANS
-from hpdcp.verify import verify_checkpoint
+from hpdcp import PerRank
+from hpdcp._base import config
+from hpdcp._base.errors import CheckpointExistsError, InvalidArgumentError, NotSupportedError, ReplicaMismatchError
+from hpdcp._manage.verify import verify_checkpoint
+from hpdcp._plan.plan_cache import PLANS
 from hpdcp_backends import _zarr_grid
 from tests.support.job import Job
 from tests.support.layouts import (

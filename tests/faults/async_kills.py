@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 import hpdcp
-from hpdcp.errors import WorkerDiedError
+from hpdcp._base.errors import WorkerDiedError
 from tests.faults.forking import fork, loaded_step, state, wait
 from tests.support.workers import wait_until, workers_of
 

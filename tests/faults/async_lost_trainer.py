@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import hpdcp
-from hpdcp import config
-from hpdcp.errors import PeerLostError
-from hpdcp.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata
+from hpdcp._base import config
+from hpdcp._base.errors import PeerLostError
+from hpdcp._format.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata
 
 ROWS = 64
 

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hpdcp
-from hpdcp import config
-from hpdcp.backend import ByteRange
-from hpdcp.errors import HpdcpError
-from hpdcp.planner import ReadItem
+from hpdcp._base import config
+from hpdcp._base.backend import ByteRange
+from hpdcp._base.errors import HpdcpError
+from hpdcp._plan.planner import ReadItem
 from hpdcp_backends.local import LocalBackend
 
 COUNT = 24

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 import hpdcp
-from hpdcp.errors import HpdcpError
-from hpdcp.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata
-from hpdcp.planner import SavePlan
+from hpdcp._base.errors import HpdcpError
+from hpdcp._format.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata
+from hpdcp._plan.planner import SavePlan
 from hpdcp_backends.local import LocalBackend
 from tests.faults.forking import fork, wait
 

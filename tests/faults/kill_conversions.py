@@ -18,7 +18,7 @@ import torch
 
 import hpdcp
 from hpdcp import offline_transform
-from hpdcp.errors import CheckpointError
+from hpdcp._base.errors import CheckpointError
 from tests.faults.forking import fork, wait
 
 FILES = 5

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import hpdcp
-from hpdcp.metadata import Metadata
+from hpdcp._format.metadata import Metadata
 from tests.faults.forking import fork, loaded_step, state, wait
 
 

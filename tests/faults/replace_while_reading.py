@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import hpdcp
-from hpdcp.errors import CheckpointReplacedError
+from hpdcp._base.errors import CheckpointReplacedError
 from tests.faults.forking import fork, loaded_step, state, wait
 
 

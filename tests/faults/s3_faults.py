@@ -9,9 +9,9 @@ from typing import Any, Final, Literal
 import torch
 
 import hpdcp
-from hpdcp.backend import Backend
-from hpdcp.metadata import Metadata
-from hpdcp.verify import verify_checkpoint
+from hpdcp._base.backend import Backend
+from hpdcp._format.metadata import Metadata
+from hpdcp._manage.verify import verify_checkpoint
 from hpdcp_backends.s3 import S3Backend
 from tests.support.proxy import (
     Answer,

@@ -83,7 +83,7 @@ def test_a_script_from_standard_input_that_calls_exit_waits_too(tmp_path: Path) 
         tmp_path / "job",
         """
         import sys, torch, hpdcp
-        from hpdcp.errors import InvalidArgumentError
+        from hpdcp._base.errors import InvalidArgumentError
 
         class Here(hpdcp.StandardSavePlanner):
             def build_global_plan(self, plans):

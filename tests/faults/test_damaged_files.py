@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp.commit import METADATA
-from hpdcp.errors import (
+from hpdcp._base.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CorruptCheckpointError,
     HpdcpError,
     IncompleteCheckpointError,
 )
-from hpdcp.metadata import HEAD_BYTES
-from hpdcp.verify import verify_checkpoint
+from hpdcp._files.commit import METADATA
+from hpdcp._format.metadata import HEAD_BYTES
+from hpdcp._manage.verify import verify_checkpoint
 
 SENTINEL = -7.0
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp.commit import CLAIM, METADATA
-from hpdcp.errors import CommitUncertainError, StorageError
+from hpdcp._base.errors import CommitUncertainError, StorageError
+from hpdcp._files.commit import CLAIM, METADATA
 from hpdcp_backends.local import LocalBackend
 from tests.support.ranks import run_python
 

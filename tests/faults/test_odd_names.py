@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 
 import hpdcp
-from hpdcp import registry
-from hpdcp.commit import CLAIM, METADATA
-from hpdcp.errors import HpdcpError, InvalidArgumentError, StateDictError
-from hpdcp.inspect import inspect_checkpoint
+from hpdcp._base.errors import HpdcpError, InvalidArgumentError, StateDictError
+from hpdcp._files import registry
+from hpdcp._files.commit import CLAIM, METADATA
+from hpdcp._manage.inspect import inspect_checkpoint
 from tests.support.s3 import S3Server
 
 KEYS: list[Any] = [

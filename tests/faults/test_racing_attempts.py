@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp.commit import CLAIM, METADATA
-from hpdcp.errors import SupersededError
-from hpdcp.planner import SavePlan
+from hpdcp._base.errors import SupersededError
+from hpdcp._files.commit import CLAIM, METADATA
+from hpdcp._plan.planner import SavePlan
 
 
 def state(value: float) -> dict[str, object]:

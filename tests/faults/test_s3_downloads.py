@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpdcp.backend import Backend, ByteRange
-from hpdcp.errors import KeyNotFoundError, KeyTruncatedError, StorageError
+from hpdcp._base.backend import Backend, ByteRange
+from hpdcp._base.errors import KeyNotFoundError, KeyTruncatedError, StorageError
 from tests.faults.s3_faults import ENGINES, ONCE, Engine, by_name, data_of, open_s3, pieces
 from tests.support.proxy import Answer, CutAnswer, Do, Fault, Proxy, Refuse, Rule, Slow, Stall
 from tests.support.s3 import S3Server

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 import hpdcp
-from hpdcp import commit
-from hpdcp.errors import HpdcpError
+from hpdcp._base.errors import HpdcpError
+from hpdcp._files import commit
 from tests.faults.s3_faults import check_sound, loaded_step, settings, state
 from tests.services import s3
 from tests.support.proxy import Do, Proxy, Rule, proxied

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import hpdcp
-from hpdcp.errors import CommitUncertainError, HpdcpError, StorageError
+from hpdcp._base.errors import CommitUncertainError, HpdcpError, StorageError
 from hpdcp_backends._s3_client import Body, S3Client
 from tests.faults.s3_faults import ENGINES, ONCE, Engine, by_name, check_sound, loaded_step, settings, state
 from tests.services.s3 import READER_KEYS, STRANGER_KEYS

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpdcp.backend import Backend
-from hpdcp.errors import KeyNotFoundError, StorageError
+from hpdcp._base.backend import Backend
+from hpdcp._base.errors import KeyNotFoundError, StorageError
 from tests.faults.s3_faults import LARGE, ONCE, PART, by_name, data_of, open_s3, pieces
 from tests.support.proxy import Answer, CutRequest, Fault, LoseAnswer, Proxy, Refuse, Rule, Slow
 from tests.support.s3 import S3Server

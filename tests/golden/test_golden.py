@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp.commit import METADATA
-from hpdcp.metadata import Metadata, PerRankStorageMetadata, TensorStorageMetadata
+from hpdcp._files.commit import METADATA
+from hpdcp._format.metadata import Metadata, PerRankStorageMetadata, TensorStorageMetadata
 from tests.golden import values
 
 HERE = Path(__file__).parent

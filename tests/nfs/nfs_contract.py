@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpdcp.backend import Backend
-from hpdcp.mounts import file_system_type, is_nfs
+from hpdcp._base.backend import Backend
+from hpdcp._base.mounts import file_system_type, is_nfs
 from hpdcp.testing import BackendContract
 from hpdcp_backends.nfs import NfsBackend
 from tests.nfs.conftest import Mounts

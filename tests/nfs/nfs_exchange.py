@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from hpdcp.mailbox import Mailbox
+from hpdcp._comm.mailbox import Mailbox
 from hpdcp_backends.nfs import NfsBackend
 from tests.nfs.conftest import Mounts
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from hpdcp.backend import ByteRange
-from hpdcp.errors import KeyNotFoundError, StorageError
+from hpdcp._base.backend import ByteRange
+from hpdcp._base.errors import KeyNotFoundError, StorageError
 from hpdcp.testing.backend_contract import put, run_together
 from hpdcp_backends.nfs import NfsBackend
 from tests.nfs.conftest import Mounts

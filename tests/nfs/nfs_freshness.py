@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpdcp.backend import ByteRange
-from hpdcp.errors import CheckpointNotFoundError, KeyNotFoundError
+from hpdcp._base.backend import ByteRange
+from hpdcp._base.errors import CheckpointNotFoundError, KeyNotFoundError
 from hpdcp.testing.backend_contract import put
 from hpdcp_backends.nfs import NfsBackend
 from tests.nfs.conftest import Mounts

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
 
-from hpdcp.backend import ByteRange
-from hpdcp.errors import StorageError
+from hpdcp._base.backend import ByteRange
+from hpdcp._base.errors import StorageError
 from hpdcp_backends.local import LocalBackend
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from hpdcp import config, offline_transform
+from hpdcp import offline_transform
+from hpdcp._base import config
 from tests.support import backends
 
 MARK_EVERY = 8 << 20

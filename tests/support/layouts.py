@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, RaggedShard
-from hpdcp.ragged import from_local
+from hpdcp._state.ragged import from_local
 from tests.support.job import Job
 
 

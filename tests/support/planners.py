@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hpdcp
 from hpdcp import Metadata
-from hpdcp.planner import SavePlan
+from hpdcp._plan.planner import SavePlan
 
 
 class ToldPlanner(hpdcp.StandardSavePlanner):

@@ -15,7 +15,7 @@ def workers_of(pid: int | None = None) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(pid).children():
         try:
-            if "hpdcp._worker" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+            if "hpdcp._background.worker" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
                 found.append(child)
         except psutil.NoSuchProcess:
             continue

@@ -9,13 +9,11 @@ import crc32c
 import torch
 
 from hpdcp.backend import Backend, ByteRange
-from hpdcp.checkpoint_io import block_checksums, byte_pieces
 from hpdcp.errors import CorruptCheckpointError
 from hpdcp.layout import FileNaming, Layout, Verify
 from hpdcp.metadata import HEAD_BYTES, Metadata, StorageInfo
-from hpdcp.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
-from hpdcp.storage import FileRecord, WriteResult, WriteResults
-from hpdcp.tables import EntryKind
+from hpdcp.planner import EntryKind, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from hpdcp.storage import FileRecord, WriteResult, WriteResults, block_checksums, byte_pieces
 
 
 class DrawersLayout(Layout):

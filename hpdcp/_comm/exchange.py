@@ -1,0 +1,213 @@
+"""Steps that all ranks share: everybody succeeds, or everybody raises the same error.
+
+A step is a function that each rank runs on its own and, for some, one that the coordinator runs over all answers.
+Whatever either raises is caught, travels as text, and is raised on every rank; no step leaves a rank waiting for
+one that failed. Nothing that can raise may run between two steps outside of one.
+
+How bytes get from rank to rank is for others to say: process groups in `collectives`, storage in `mailbox`, which
+needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+
+from hpdcp._base.errors import HpdcpError, RankFailedError, rebuild
+
+T = TypeVar("T")
+
+COORDINATOR: Final = 0
+_ALL_RANKS: Final = -1
+"""Stands for what the coordinator does on behalf of all."""
+_MOST_CAUSES: Final = 8
+"""Ranks whose messages are spelled out when many fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why a rank could not do its part of a step."""
+
+    rank: int
+    lineage: tuple[str, ...]
+    """The error's class name and its bases' names, closest first."""
+    message: str
+    trace: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failed:
+        lineage = tuple(kind.__name__ for kind in type(error).__mro__)
+        message = str(error) if isinstance(error, HpdcpError) else f"{type(error).__name__}: {error}"
+        return cls(rank, lineage, message, "".join(traceback.format_exception(error)))
+
+    def to_json(self) -> list[object]:
+        return [self.rank, list(self.lineage), self.message, self.trace]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[object]) -> Failed:
+        rank, lineage, message, trace = fields
+        assert isinstance(rank, int) and isinstance(lineage, list)
+        return cls(rank, tuple(map(str, lineage)), str(message), str(trace))
+
+
+class Exchange(ABC):
+    """One interface over a process group, a single rank, and ranks that do not talk to one another."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank plans and commits for all."""
+        return self.rank == COORDINATOR
+
+    @abstractmethod
+    def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """Every rank's `local()` goes to the coordinator, `combine` answers them all, each rank gets its own part."""
+
+    @abstractmethod
+    def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """Every rank's `local()` goes to the coordinator; what `combine` makes of them goes to every rank."""
+
+    @abstractmethod
+    def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
+        """What the coordinator's `make()` returns, on every rank."""
+
+    def agree(self, step: str, local: Callable[[], T]) -> T:
+        """Run `local()` on every rank; return its value here once all ranks have succeeded."""
+        kept: list[T] = []
+
+        def run() -> bytes:
+            kept.append(local())
+            return b""
+
+        self.conclude(step, run, lambda _: b"")
+        return kept[0]
+
+    def vote(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
+        """The least and the greatest of each of the `count` numbers that ranks' `local()` return, on every rank.
+
+        Numbers are at least 0 and below 2**63.
+        """
+
+        def combine(answers: list[bytes]) -> bytes:
+            votes = np.stack([np.frombuffer(answer, dtype=np.int64) for answer in answers])
+            return np.concatenate([votes.min(axis=0), votes.max(axis=0)]).tobytes()
+
+        answer = self.conclude(step, lambda: np.array(local(), dtype=np.int64).tobytes(), combine)
+        both: list[int] = np.frombuffer(answer, dtype=np.int64).tolist()
+        return both[:count], both[count:]
+
+
+class Alone(Exchange):
+    """A rank that neither asks nor tells anyone: the only one, or one of many without collectives."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @property
+    def is_coordinator(self) -> bool:
+        return True
+
+    def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        return combine([local()])[0]
+
+    def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        return combine([local()])
+
+    def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
+        return make()
+
+
+class FramedExchange(Exchange):
+    """An exchange made of three ways to move bytes; what moves says whether it is an answer or a failure."""
+
+    @abstractmethod
+    def _gather(self, step: str, payload: bytes) -> list[bytes] | None:
+        """Every rank's payload in order of rank, on the coordinator; None elsewhere."""
+
+    @abstractmethod
+    def _scatter(self, step: str, parts: Sequence[bytes] | None) -> bytes:
+        """This rank's part of what the coordinator passes."""
+
+    @abstractmethod
+    def _broadcast(self, step: str, whole: bytes | None) -> bytes:
+        """What the coordinator passes."""
+
+    def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        answers = self._gather(step, _attempt(self.rank, local))
+        return self._open(step, self._scatter(step, None if answers is None else self._combine(answers, combine)))
+
+    def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        answers = self._gather(step, _attempt(self.rank, local))
+        whole = None if answers is None else self._combine(answers, lambda parts: [combine(parts)])[0]
+        return self._open(step, self._broadcast(step, whole))
+
+    def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
+        return self._open(step, self._broadcast(step, _attempt(self.rank, make) if self.is_coordinator else None))
+
+    def _combine(self, answers: list[bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
+        """The coordinator's framed answers, one for each rank; every one a failure if any rank failed."""
+        failed = [cause for answer in answers for cause in failures_in(answer)]
+        if not failed:
+            try:
+                return [b"+" + part for part in combine([answer[1:] for answer in answers])]
+            except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+                failed = [Failed.of(_ALL_RANKS, error)]
+        return [_frame(failed)] * len(answers)
+
+    def _open(self, step: str, answer: bytes) -> bytes:
+        failed = failures_in(answer)
+        if failed:
+            raise joint_error(step, failed, self.world_size)
+        return answer[1:]
+
+
+def joint_error(step: str, failed: Sequence[Failed], world_size: int) -> HpdcpError:
+    """One error for all ranks: of the closest class the causes have in common, naming each rank and its cause."""
+    shared = [name for name in failed[0].lineage if all(name in cause.lineage for cause in failed)]
+    kind = next((name for name in shared if type(rebuild(name, "")).__name__ == name), "RankFailedError")
+    if kind in ("HpdcpError", "CheckpointError"):
+        kind = "RankFailedError"
+    messages = {cause.message for cause in failed}
+    if len(messages) == 1 and (len(failed) == world_size or failed[0].rank == _ALL_RANKS):
+        text = failed[0].message
+    else:
+        lines = [f"rank {cause.rank}: {cause.message}" for cause in failed[:_MOST_CAUSES]]
+        if len(failed) > _MOST_CAUSES:
+            lines.append(f"and {len(failed) - _MOST_CAUSES} more ranks")
+        text = f"{step} failed on {len(failed)} of {world_size} ranks: " + "; ".join(lines)
+    error = rebuild(kind, text)
+    whose = "the coordinator" if failed[0].rank == _ALL_RANKS else f"rank {failed[0].rank}"
+    error.add_note(f"Traceback of {whose}:\n{failed[0].trace}")
+    if isinstance(error, RankFailedError):
+        error.causes = tuple((cause.rank, cause.message) for cause in failed)
+    return error
+
+
+def failure_frame(rank: int, error: Exception) -> bytes:
+    """What stands for the answer of a rank that cannot give one."""
+    return _frame([Failed.of(rank, error)])
+
+
+def _attempt(rank: int, local: Callable[[], bytes]) -> bytes:
+    try:
+        return b"+" + local()
+    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+        return failure_frame(rank, error)
+
+
+def _frame(failed: Sequence[Failed]) -> bytes:
+    return b"-" + json.dumps([cause.to_json() for cause in failed]).encode()
+
+
+def failures_in(answer: bytes) -> list[Failed]:
+    """Why ranks failed, if the answer says so instead of being one."""
+    return [Failed.from_json(fields) for fields in json.loads(answer[1:])] if answer[:1] == b"-" else []

@@ -1,0 +1,125 @@
+"""A whole checkpoint as one state dict: merged, on the CPU, nesting and Python values as they were saved.
+
+Where the backend maps files, a tensor is a view of a private map: its bytes are fetched when touched, and a page that
+is written to is copied then, so that the tensor may be changed like any other and the file never is. A read-only map
+would end the process at the first write in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hpdcp._base import progress
+from hpdcp._convert.tensor_streams import FillTargets, StoredTensors, Wanted
+from hpdcp._devices import device
+from hpdcp._files.filesystem_storage import FileSystemReader
+from hpdcp._format.columns import EntryKind
+from hpdcp._format.metadata import Metadata, MetadataIndex
+from hpdcp._plan.planner import LoadPlan, ReadItem
+from hpdcp._state import objects
+from hpdcp._state.geometry import Box
+from hpdcp._state.paths import Path, build_tree, decode_path
+
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+
+
+def full_state(
+    reader: FileSystemReader,
+    metadata: Metadata,
+    *,
+    allocate: Allocate = device.empty_on_host,
+    check_all: bool = False,
+) -> dict[Any, Any]:
+    """Everything the checkpoint holds. Tied names are one tensor; state that each rank kept is a list, rank by rank.
+
+    Args:
+        allocate: makes the memory of tensors that cannot be mapped.
+        check_all: compare all checksums, not only those that a load would.
+
+    Raises:
+        CoverageError, UnsupportedTypeError, CorruptCheckpointError, UnsafePickleError: naming the key.
+    """
+    source = StoredTensors(reader, metadata, as_a_load=not check_all)
+    entries = metadata.entries
+    rows = range(len(entries))
+    wanted = {row: Wanted(row, Box.whole(entries.shape(row))) for row in rows if entries.kinds[row] == EntryKind.TENSOR}
+    source.check(wanted.values())
+    values: dict[int, Any] = _read_objects(reader, metadata)
+    views = functools.cache(reader.backend.map_private)
+    left: list[Wanted] = []
+    for row, each in wanted.items():
+        mapped = source.mapped_privately(each, views)
+        if mapped is None:
+            mapped = allocate(each.box.sizes, source.dtype(row))
+            left.append(each)
+        values[row] = mapped
+    if left:
+        with progress.bar("read", sum(values[each.row].nbytes for each in left)) as shown:
+            source.fill([(each, values[each.row]) for each in left], shown.add)
+    for row in rows:
+        if entries.kinds[row] == EntryKind.ALIAS:
+            values[row] = values[metadata.resolve(row)]
+    return build_tree(_merged_paths(metadata, values))
+
+
+def _read_objects(reader: FileSystemReader, metadata: Metadata) -> dict[int, Any]:
+    entries = metadata.entries
+    row_of: dict[MetadataIndex, int] = {}
+    items: list[ReadItem] = []
+    for row in range(len(entries)):
+        if entries.kinds[row] == EntryKind.OBJECT:
+            owner = int(entries.owners[row])
+            index = MetadataIndex(entries.fqns[row], owner=None if owner < 0 else owner)
+            row_of[index] = row
+            items.append(ReadItem(index, metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT))
+    values: dict[int, Any] = {}
+
+    def take(item: ReadItem, data: bytes) -> None:
+        index = item.dest_index
+        values[row_of[index]] = objects.decode(data, key=index.fqn, allow_pickle=reader.allow_pickle)
+
+    def no_tensor(item: ReadItem) -> torch.Tensor:
+        raise AssertionError(f"{item.dest_index} is a Python value")
+
+    if items:
+        plan = reader.optimize_local_plan(LoadPlan.build(items))
+        reader.execute_read(plan, FillTargets(no_tensor, take))
+    return values
+
+
+def _merged_paths(metadata: Metadata, values: Mapping[int, Any]) -> Iterator[tuple[Sequence[Hashable], Any]]:
+    """(path, value) of all that is shared, and for each rank's own, at the top of it, a list of the ranks' values."""
+    paths = [decode_path(text) for text in metadata.entries.paths]
+    owners = metadata.entries.owners.tolist()
+    shared = {
+        tuple(path[:depth])
+        for path, owner in zip(paths, owners, strict=True)
+        if owner < 0
+        for depth in range(len(path) + 1)
+    }
+    gathered: dict[Path, list[list[tuple[Path, Any]]]] = {}
+    for row, (path, owner) in enumerate(zip(paths, owners, strict=True)):
+        if owner < 0:
+            yield path, values[row]
+            continue
+        depth = next((n for n in range(1, len(path)) if tuple(path[:n]) not in shared), len(path))
+        top = Path(path[:depth], path.kinds[:depth])
+        ranks = gathered.setdefault(top, [[] for _ in range(metadata.world_size)])
+        ranks[owner].append((Path(path[depth:], path.kinds[depth:]), values[row]))
+    for top, ranks in gathered.items():
+        yield top, [_value(parts) for parts in ranks]
+
+
+def _value(parts: Sequence[tuple[Path, Any]]) -> Any:
+    """One rank's value, from what it kept below the top; None where it kept nothing."""
+    if not parts:
+        return None
+    if len(parts) == 1 and not parts[0][0]:
+        return parts[0][1]
+    # A tree starts in a dict, whatever this one starts in.
+    under = ((Path(("", *path), ("dict", *path.kinds)), value) for path, value in parts)
+    return build_tree(under)[""]

@@ -1,0 +1,167 @@
+"""A checkpoint written again, under another layout or on another store: tensors, Python values and all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpdcp._comm.process_group import open_exchange
+from hpdcp._convert._export_run import Progress, counter
+from hpdcp._convert._planner import ConversionPlanner, shares
+from hpdcp._convert.locations import (
+    Access,
+    Options,
+    holds_checkpoint,
+    metadata_of,
+    require_checkpoint,
+    two_places,
+    verify_setting,
+)
+from hpdcp._convert.tensor_streams import FillTargets, StoredTensors
+from hpdcp._convert.transform import Conversion
+from hpdcp._engine.save import save_state
+from hpdcp._files.filesystem_storage import FileSystemReader, FileSystemWriter
+from hpdcp._format.columns import EntryKind, concat_chunks
+from hpdcp._format.metadata import Metadata, MetadataIndex
+from hpdcp._plan.load_plan import LoadPlan, ReadItem
+from hpdcp._plan.planner import PlannerContext, SavePlan, WriteItem
+
+
+def convert_dcp_to_dcp(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    layout: str | None = None,
+    src_storage_options: Options = None,
+    dst_storage_options: Options = None,
+    src_backend: str | None = None,
+    dst_backend: str | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    no_dist: bool = False,
+) -> Conversion:
+    """Write a checkpoint again in another layout, or to another store; it loads as the first one does.
+
+    Names, nesting, tied tensors, Python values (byte for byte, none is decoded) and what each rank kept for itself stay
+    as they are. Tensors are stored whole, or in a few parts where they are large. Bytes go from store to store, a few
+    blocks in memory at a time, and under torchrun all ranks share the work.
+
+    Args:
+        src: the checkpoint, or a group of zarr that another program wrote.
+        dst: where to write it. A checkpoint that is there is replaced in one step, at the very end, or refused where
+            its layout does not allow that.
+        layout: of the new one; None: as configured.
+        src_storage_options, dst_storage_options: for fsspec, untouched.
+        src_backend, dst_backend: names of backends that go before the configuration's.
+        dry_run: only look, and say what would be written.
+        progress: told how far this process is.
+        no_dist: convert in this process alone, whatever process group there is.
+
+    Raises:
+        CheckpointError, StateDictError: a source that is damaged, or cannot be stored in that layout.
+        StorageError: a store failed; the destination is as it was.
+    """
+    source, target = two_places(src, dst)
+    from_, to = Access(src_backend, src_storage_options), Access(dst_backend, dst_storage_options)
+    exchange = open_exchange(no_dist=no_dist, use_collectives=True)
+    with closing(
+        FileSystemReader(source, backend=from_.backend, storage_options=from_.options, verify=verify_setting())
+    ) as reader:
+        metadata = metadata_of(reader, exchange)
+        require_checkpoint(metadata, source)
+        stored = exchange.agree("opening the source", lambda: StoredTensors(reader, metadata))
+        tensors = {
+            metadata.entries.fqns[row]: _nbytes(stored, row)
+            for row in np.flatnonzero(metadata.entries.kinds == EntryKind.TENSOR).tolist()
+        }
+        replaced = exchange.agree("looking at the destination", lambda: holds_checkpoint(target, to))
+        if dry_run:
+            planner = _CopyPlanner(stored, reader)
+            exchange.agree("checking the source", lambda: stored.check(planner.everything()))
+            return Conversion(source, target, tensors, {}, dry_run=True, replaced=replaced)
+        mine = shares(metadata, exchange.world_size)[exchange.rank]
+        total = sum(box.volume * stored.dtype(row).itemsize for row, box in mine)
+        planner = _CopyPlanner(stored, reader, counter(progress, total))
+        try:
+            saved = save_state(
+                {},
+                open_writer=lambda: FileSystemWriter(
+                    target, backend=to.backend, layout=layout, storage_options=to.options
+                ),
+                planner=planner,
+                exchange=exchange,
+                collective=True,
+            )
+        finally:
+            planner.close()
+        return Conversion(source, target, tensors, dict(saved.files), replaced=replaced)
+
+
+def _nbytes(stored: StoredTensors, row: int) -> int:
+    return int(stored.metadata.entries.volumes()[row]) * stored.dtype(row).itemsize
+
+
+class _CopyPlanner(ConversionPlanner):
+    """Stores Python values as well, all of them on the coordinator, as the source encoded them."""
+
+    def __init__(
+        self, source: StoredTensors, reader: FileSystemReader, on_bytes: Callable[[int], None] = lambda _: None
+    ) -> None:
+        super().__init__(source, on_bytes)
+        self._metadata = source.metadata
+        self._reader = reader
+        self._values: dict[tuple[str, int | None], bytes] = {}
+
+    def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
+        super().configure_planner(state_dict, context)
+        self._values = {}
+        if not context.is_coordinator:
+            return
+        items = []
+        for row in np.flatnonzero(self._metadata.entries.kinds == EntryKind.OBJECT).tolist():
+            entry = self._metadata.entries[row]
+            index = MetadataIndex(entry.fqn, owner=entry.owner)
+            items.append(ReadItem(index, self._metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT))
+
+        def take(item: ReadItem, data: bytes) -> None:
+            self._values[item.dest_index.fqn, item.dest_index.owner] = data
+
+        if items:
+            plan = self._reader.optimize_local_plan(LoadPlan.build(items))
+            self._reader.execute_read(plan, FillTargets(_no_tensor, take))
+
+    def build_local_plan(self) -> SavePlan:
+        tensors = super().build_local_plan()
+        values = SavePlan.build(
+            [tensors.entries[row] for row in range(len(tensors.entries))],
+            [
+                WriteItem(MetadataIndex(fqn, owner=owner), EntryKind.OBJECT, len(data))
+                for (fqn, owner), data in self._values.items()
+            ],
+        )
+        return SavePlan(
+            tensors.entries,
+            concat_chunks([tensors.chunks, values.chunks]),
+            np.concatenate([tensors.nbytes, values.nbytes]),
+        )
+
+    def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        written, metadata = super().build_global_plan(plans)
+        # What ranks kept for themselves is theirs, however many convert.
+        settings = {**metadata.settings, "world_size": str(self._metadata.world_size)}
+        return written, replace(metadata, settings=settings)
+
+    def expect(self, items: Sequence[WriteItem]) -> None:
+        super().expect([item for item in items if item.kind is EntryKind.TENSOR])
+
+    def get_bytes(self, item: WriteItem) -> bytes:
+        return self._values[item.index.fqn, item.index.owner]
+
+
+def _no_tensor(item: ReadItem) -> Any:
+    raise AssertionError(f"only Python values are read here, and {item.dest_index.fqn!r} is none.")

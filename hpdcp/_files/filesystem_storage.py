@@ -1,0 +1,394 @@
+"""The writer and the reader of checkpoints on a byte store: a plan over one backend and one layout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, Final
+
+from hpdcp._base import config, progress
+from hpdcp._base.backend import Backend
+from hpdcp._base.errors import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    HpdcpError,
+    IncompleteCheckpointError,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    NotSupportedError,
+)
+from hpdcp._base.timing import log_message
+from hpdcp._files import registry
+from hpdcp._files.commit import (
+    CLAIM,
+    METADATA,
+    rank_metadata_key,
+    rank_of_metadata_key,
+    read_or_none,
+)
+from hpdcp._files.folder_save import FolderSave, SaveByAll, SaveByRank, SaveIdentity, SaveSetup
+from hpdcp._files.huggingface_folder import choose_file, read_weights
+from hpdcp._files.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
+from hpdcp._files.layout import Layout, Verify
+from hpdcp._files.read_engine import for_each_file
+from hpdcp._format.metadata import Metadata
+from hpdcp._plan.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SavePlanner
+from hpdcp._plan.replicas import merge_rank_metadata
+from hpdcp._plan.storage import RankMetadata, StorageReader, StorageWriter, WriteResults
+
+_READS_AT_ONCE: Final = 4
+"""Shards or batches of them on their way across a network while one is broadcast."""
+
+
+class FileSystemWriter(StorageWriter):
+    """Writes checkpoints as files of one backend.
+
+    Args:
+        checkpoint_id: folder or URL; may be left out when `save` is given one.
+        backend, layout: names that go before the configuration's.
+        storage_options: handed to fsspec untouched.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: str | Path | None = None,
+        *,
+        backend: str | None = None,
+        layout: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._backend_name = backend
+        self._layout_name = layout
+        self._storage_options = dict(storage_options or {})
+        self._url = None if checkpoint_id is None else registry.resolve_checkpoint_id(checkpoint_id)
+        self._save: FolderSave | None = None
+        self.identity: SaveIdentity | None = None
+        """Of the next save, where it was settled beforehand."""
+
+    @property
+    def place(self) -> str | None:
+        return self._url
+
+    def open_place(self) -> Backend:
+        if self._url is None:
+            raise InvalidArgumentError(
+                "this FileSystemWriter has no place to save to: give it or save() a checkpoint_id."
+            )
+        return registry.open_backend(self._url, name=self._backend_name, storage_options=self._storage_options)
+
+    def arguments(self) -> dict[str, Any]:
+        """What makes this writer again, in another process."""
+        return {
+            "checkpoint_id": self._url,
+            "backend": self._backend_name,
+            "layout": self._layout_name,
+            "storage_options": self._storage_options,
+        }
+
+    def initialize_writer(self, checkpoint_id: str | Path) -> None:
+        self._url = registry.resolve_checkpoint_id(checkpoint_id)
+
+    def configure_writer(self, context: PlannerContext) -> None:
+        settings = config.current()
+        backend = self.open_place()
+        name = self._layout_name or settings.layout
+        layout: Layout = registry.open_layout(name)
+        kind = SaveByAll if context.collective else SaveByRank
+        self._save = kind(SaveSetup(backend, layout, context, settings.keep_replaced_for, self.identity))
+
+    def optimize_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan.with_storage_data({"url": self._current.backend.url, "layout": self._current.layout.name})
+
+    @property
+    def hands_over(self) -> bool:
+        return self._current.layout.hands_over
+
+    def arrange_global_plan(
+        self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
+    ) -> tuple[Sequence[SavePlan], Metadata]:
+        _check_one_layout([plan.storage_data for plan in locals_], self._current.layout.name)
+        return self._current.layout.arrange(plans, metadata, locals_)
+
+    def hand_over(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._current.hand_over(plan, planner)
+
+    def optimize_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        _check_one_place([plan.storage_data for plan in plans], self._current.backend.url)
+        decided = self._current.begin(plans)
+        return [plan.with_storage_data(decided) for plan in plans]
+
+    def execute_write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
+        return self._current.write(plan, planner)
+
+    def finalize_checkpoint(self, metadata: Metadata, results: Sequence[WriteResults]) -> Metadata:
+        return self._current.commit(metadata)
+
+    def discard(self) -> None:
+        if self._save is not None:
+            self._save.discard()
+
+    @property
+    def _current(self) -> FolderSave:
+        if self._save is None:
+            raise InvalidArgumentError("configure_writer must be called before this writer is used.")
+        return self._save
+
+
+class FileSystemReader(StorageReader):
+    """Reads checkpoints from files of one backend.
+
+    A folder without a checkpoint in it, but with Hugging Face weights (`model.safetensors`, or shards and their index),
+    counts as a checkpoint of those; `HuggingFaceReader` maps their names.
+
+    Args:
+        checkpoint_id: folder or URL; may be left out when `load` is given one.
+        backend: a name that goes before the configuration's. The layout is the checkpoint's own.
+        storage_options: handed to fsspec untouched.
+        allow_pickle: whether objects may be unpickled, which can run code from the checkpoint; None: as configured.
+        verify: which checksums to compare; None: as configured.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: str | Path | None = None,
+        *,
+        backend: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        allow_pickle: bool | None = None,
+        verify: str | None = None,
+    ) -> None:
+        if verify is not None and verify not in {choice.value for choice in Verify}:
+            raise InvalidArgumentError(f"verify is {verify!r}; expected one of {[choice.value for choice in Verify]}.")
+        self._backend_name = backend
+        self._storage_options = dict(storage_options or {})
+        self._url = None if checkpoint_id is None else registry.resolve_checkpoint_id(checkpoint_id)
+        self._allow_pickle = allow_pickle
+        self._verify = verify
+        self._backend: Backend | None = None
+        self._metadata: Metadata | None = None
+
+    def initialize_reader(self, checkpoint_id: str | Path) -> None:
+        self._url = registry.resolve_checkpoint_id(checkpoint_id)
+        self._backend = None
+
+    @property
+    def allow_pickle(self) -> bool:
+        """Whether objects of this checkpoint may be unpickled."""
+        return config.current().allow_pickle if self._allow_pickle is None else self._allow_pickle
+
+    @property
+    def shares_page_cache(self) -> bool:
+        return self.backend.shares_page_cache
+
+    @property
+    def reads_at_once(self) -> int:
+        return _READS_AT_ONCE if self.backend.remote else 1
+
+    @property
+    def backend(self) -> Backend:
+        """The byte store, opened when first asked for."""
+        if self._url is None:
+            raise InvalidArgumentError(
+                f"this {type(self).__name__} has no place to load from: give it or load() a checkpoint_id."
+            )
+        if self._backend is None:
+            self._backend = registry.open_backend(
+                self._url, name=self._backend_name, storage_options=self._storage_options
+            )
+        return self._backend
+
+    def load_metadata(self) -> Metadata:
+        data = read_or_none(self.backend, METADATA)
+        if data is not None:
+            return Metadata.from_bytes(data, where=f"{self.backend.url}/{METADATA}")
+        sizes = {info.key: info.size for info in self.backend.list_keys()}
+        # Traces of a save go first: somebody saved beside the weights, and means to go on from there.
+        traces = any(key == CLAIM or key.startswith("_rank") or rank_of_metadata_key(key) is not None for key in sizes)
+        layout = None if traces else registry.layout_of_marks(sizes)
+        if layout is not None:
+            found: Metadata = registry.find_layout(layout)().foreign_metadata(self.backend)
+            return found
+        weights = None if traces else choose_file(list(sizes), self.backend.url)
+        if weights is None:
+            raise self._absent(list(sizes))
+        return weights_metadata(read_weights(self.backend, file=weights, sizes=sizes))
+
+    def _absent(self, keys: Sequence[str]) -> HpdcpError:
+        url = self.backend.url
+        data = [key for key in keys if key.startswith("_rank")]
+        if data or CLAIM in keys:
+            return IncompleteCheckpointError(
+                f"{url} has {len(data)} data files but no {METADATA}: the save did not finish. "
+                "Load an earlier checkpoint; hpdcp rm removes what this one left."
+            )
+        weights = next((key for key in keys if key.endswith(".safetensors")), None)
+        advice = f"HuggingFaceReader(checkpoint_id, file={weights!r}) reads the weights there." if weights else ""
+        return CheckpointNotFoundError(
+            f"{url} holds no checkpoint: there is no {METADATA} in it. {advice or 'Is the path right?'}"
+        )
+
+    @property
+    def mismatch_advice(self) -> str:
+        return MISMATCH_ADVICE if self._metadata is not None and self._metadata.origin == ORIGIN else ""
+
+    def load_rank_metadata(self, rank: int) -> RankMetadata | None:
+        keys = [info.key for info in self.backend.list_keys()]
+        ranks = sorted(found for key in keys if (found := rank_of_metadata_key(key)) is not None)
+        return _RankMetadataSet(self.backend, ranks, rank) if ranks else None
+
+    def configure_reader(self, metadata: Metadata, context: PlannerContext) -> None:
+        if self.backend.process_local and context.world_size > 1:
+            raise NotSupportedError(
+                f"{self.backend.url} is seen by one process alone, and {context.world_size} ranks are to load from it "
+                "together. Load in each for itself with no_dist=True."
+            )
+        self._metadata = metadata
+        self._layout: Layout = registry.find_layout(metadata.settings.get("layout", "safetensors"))()
+        if context.is_coordinator and not metadata.has_checksums and self._wanted_checks is Verify.ALWAYS:
+            log_message(
+                logging.WARNING, f"{self.backend.url} records no checksums: verify='always' has nothing to compare."
+            )
+
+    def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        with self.missing_files_explained():
+            self._layout.check(self.backend, self._known, plan.items)
+        return plan.with_storage_data({"url": self.backend.url})
+
+    def optimize_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+        _check_one_place([plan.storage_data for plan in plans], self.backend.url)
+        return list(plans)
+
+    def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        with self.missing_files_explained():
+            self._layout.read(progress.counted(self.backend), self._known, plan.items, planner, self._wanted_checks)
+
+    @property
+    def _wanted_checks(self) -> Verify:
+        return Verify(self._verify or config.current().verify)
+
+    @property
+    def _known(self) -> Metadata:
+        if self._metadata is None:
+            raise InvalidArgumentError("configure_reader must be called before this reader is used.")
+        return self._metadata
+
+    def missing_files_explained(self) -> _MissingFiles:
+        """A context in which "no such file" becomes what it means: the checkpoint was replaced, or lost a file."""
+        return _MissingFiles(self.backend, self._known)
+
+    def close(self) -> None:
+        """Let go of open files."""
+        if self._backend is not None:
+            self._backend.close()
+
+
+def _check_one_place(said: Sequence[Mapping[str, str]], expected: str) -> None:
+    """All ranks must mean the same folder; a relative path may name another one in each rank's working folder."""
+    advice = "Give all of them the same checkpoint_id, as an absolute path or a URL."
+    _check_alike(said, "url", expected, what="places", advice=advice)
+
+
+def _check_one_layout(said: Sequence[Mapping[str, str]], expected: str) -> None:
+    """All ranks must write in one layout, which the metadata names."""
+    _check_alike(said, "layout", expected, what="layouts", advice="Configure the same one on all of them.")
+
+
+def _check_alike(said: Sequence[Mapping[str, str]], fact: str, expected: str, *, what: str, advice: str) -> None:
+    others = {rank: data[fact] for rank, data in enumerate(said) if data.get(fact, expected) != expected}
+    if others:
+        rank, given = next(iter(others.items()))
+        raise InvalidArgumentError(
+            f"ranks were given different {what}: rank 0 {expected}, rank {rank} {given} ({len(others)} ranks differ). "
+            f"{advice}"
+        )
+
+
+class _MissingFiles:
+    """Turns "no such file" into what it means: the checkpoint was replaced, or a file of it was lost."""
+
+    def __init__(self, backend: Backend, metadata: Metadata) -> None:
+        self._backend = backend
+        self._metadata = metadata
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, (KeyNotFoundError, CorruptCheckpointError)):
+            return
+        rank = self._metadata.settings.get("rank")
+        key = METADATA if rank is None else rank_metadata_key(int(rank))
+        data = read_or_none(self._backend, key)
+        url = self._backend.url
+        attempt = None
+        if data is not None:
+            attempt = Metadata.from_bytes(data, where=f"{url}/{key}").settings.get("attempt")
+        if attempt != self._metadata.settings.get("attempt"):
+            raise CheckpointReplacedError(
+                f"{url} was replaced by another save while it was being read ({error}). Load again."
+            ) from error
+        if isinstance(error, KeyNotFoundError):
+            listing = self._metadata.settings.get("listed_in", key)
+            raise CorruptCheckpointError(f"{url} has lost a data file that its {listing} lists: {error}") from error
+
+
+class _RankMetadataSet(RankMetadata):
+    """`{rank}.metadata` of every rank, all of one save."""
+
+    def __init__(self, backend: Backend, ranks: Sequence[int], rank: int) -> None:
+        self._rank = rank
+
+        def read(r: int) -> Metadata:
+            key = rank_metadata_key(r)
+            return Metadata.from_bytes(backend.read(key), where=f"{backend.url}/{key}")
+
+        self._parts: Final = for_each_file(backend, read, list(ranks))
+        facts = [(p.settings.get("run"), p.settings.get("ordinal"), p.world_size) for p in self._parts]
+        expected = self._parts[0].world_size
+        if len(set(facts)) != 1 or list(ranks) != list(range(expected)):
+            listed = ", ".join(
+                f"rank {r}: run {f[0]}, save {f[1]}, {f[2]} ranks" for r, f in zip(ranks, facts, strict=True)
+            )
+            raise IncompleteCheckpointError(
+                f"{backend.url} holds rank metadata that is not one whole save ({listed[:600]}). A save did not "
+                "finish, or two were mixed; load an earlier checkpoint."
+            )
+
+    def own(self, world_size: int) -> Metadata | None:
+        return self._parts[self._rank] if len(self._parts) == world_size and self._rank < world_size else None
+
+    def merged(self) -> Metadata:
+        return merge_rank_metadata(self._parts)
+
+
+def open_writer(checkpoint_id: str | Path | None, writer: StorageWriter | None) -> StorageWriter:
+    """`writer`, at `checkpoint_id` where that is given; without a writer, the configured one.
+
+    Raises:
+        InvalidArgumentError: neither is given.
+    """
+    if writer is None:
+        if checkpoint_id is None:
+            raise InvalidArgumentError("a save needs a place: pass checkpoint_id= or storage_writer=.")
+        return FileSystemWriter(checkpoint_id)
+    if checkpoint_id is not None:
+        writer.initialize_writer(checkpoint_id)
+    return writer
+
+
+def open_reader(checkpoint_id: str | Path | None, reader: StorageReader | None, opened: ExitStack) -> StorageReader:
+    """As `open_writer`; a reader made here is closed with `opened`.
+
+    Raises:
+        InvalidArgumentError: neither is given.
+    """
+    if reader is None:
+        if checkpoint_id is None:
+            raise InvalidArgumentError("a load needs a place: pass checkpoint_id= or storage_reader=.")
+        return opened.enter_context(closing(FileSystemReader(checkpoint_id)))
+    if checkpoint_id is not None:
+        reader.initialize_reader(checkpoint_id)
+    return reader

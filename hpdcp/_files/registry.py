@@ -1,0 +1,319 @@
+"""Which backend and which layout a checkpoint gets: tables of names, imported when they are asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Final
+
+from hpdcp._base import config
+from hpdcp._base.backend import Backend, without_password
+from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
+from hpdcp._base.mounts import is_nfs
+
+_BACKENDS: Final[Mapping[str, str]] = {
+    "local": "hpdcp_backends.local:LocalBackend",
+    "nfs": "hpdcp_backends.nfs:NfsBackend",
+    "s3": "hpdcp_backends.s3:S3Backend",
+    "fsspec": "hpdcp_backends.generic:GenericBackend",
+}
+_LAYOUTS: Final[Mapping[str, str]] = {
+    "safetensors": "hpdcp._files.safetensors_layout:SafetensorsLayout",
+    "zarr": "hpdcp_backends.zarr_layout:ZarrLayout",
+}
+_MARKS: Final[Mapping[str, str]] = {"zarr.json": "zarr", ".zgroup": "zarr", ".zarray": "zarr"}
+"""Keys at the root of what other programs wrote in the format of a layout."""
+_EXTRAS: Final[Mapping[str, str]] = {"s3": "s3", "zarr": "zarr"}
+_OWN_SCHEMES: Final[Mapping[str, str]] = {"s3": "s3", "s3a": "s3"}
+"""Schemes with a backend made for them; others go through fsspec."""
+_LOCAL_SCHEMES: Final = frozenset({"", "file", "local"})
+_ADDRESSED: Final = frozenset({
+    "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "tos", "tosfs", "sftp", "ssh", "ftp", "smb",
+    "webhdfs", "webdav",
+})  # fmt: skip
+"""Schemes whose URLs name a bucket, container, share or host first."""
+# Not urlsplit(), which raises for brackets in a bucket's name.
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_WRAPPERS: Final = frozenset({
+    "async_wrapper", "asyncwrapper", "blockcache", "cached", "dask", "data", "dir", "filecache", "generic",
+    "libarchive", "reference", "simplecache", "tar", "zip",
+})  # fmt: skip
+"""fsspec's schemes that stand for another file system."""
+_CHAIN: Final = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*(?:://.*)?::.*[A-Za-z][A-Za-z0-9+.-]*://|(?:" + "|".join(sorted(_WRAPPERS)) + ")::",
+    re.DOTALL,
+)
+"""`zip://inner::s3://bucket/outer`, `simplecache::s3://…`, `simplecache::/folder`; not `a::b`, nor `s3://bucket/a::b`."""
+
+
+def resolve_checkpoint_id(checkpoint_id: str | Path) -> str:
+    """The URL, or the absolute path, that `checkpoint_id` names at this moment, in this process's folder.
+
+    One place has one name: the scheme is in lower case, slashes at the end are gone and doubled ones are one, `~` and
+    `..` of a local path are resolved. What remains is literal: `#`, `?`, `%` and brackets are part of names. The root
+    of a bucket (`s3://bucket`) is a place like any other.
+
+    Raises:
+        InvalidArgumentError: it is empty, not text, a URL that went through pathlib, names no bucket or host, has `.`
+            or `..` in it, or is one of fsspec's chains.
+    """
+    try:
+        text: object = os.fspath(checkpoint_id)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"checkpoint_id is a {type(checkpoint_id).__name__}; expected a str (a path or a URL) or a pathlib.Path."
+        ) from None
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise InvalidArgumentError(f"checkpoint_id is {text!r}; expected a path or a URL.")
+    text = str.__str__(text)
+    if isinstance(checkpoint_id, os.PathLike):
+        head = text.split("/", 1)[0]
+        if len(head) > 2 and head.endswith(":"):
+            raise InvalidArgumentError(
+                f"checkpoint_id is Path({text!r}): pathlib has taken one slash of the URL. Pass the URL as a str."
+            )
+        return _absolute(text)
+    shown = without_password(text)
+    if _CHAIN.match(text):
+        raise InvalidArgumentError(
+            f"{shown} is a chain of file systems. A cache in between would answer with old bytes, and in an archive "
+            "nothing is replaced in one step: give the URL of the files themselves."
+            + (f" (A folder of that name is given as ./{shown})" if "://" not in text else "")
+        )
+    scheme = _scheme(text)
+    if not scheme:
+        if _ONE_SLASH.match(text):
+            raise InvalidArgumentError(
+                f"checkpoint_id is {shown!r}: a URL has two slashes after its scheme. (A folder of that name is given "
+                f"as ./{shown})"
+            )
+        return _absolute(text)
+    path = text[len(scheme) + len("://") :]
+    if scheme in _LOCAL_SCHEMES:
+        path = path.removeprefix("localhost") if path.startswith("localhost/") else path
+        if not path.startswith(("/", "~")):
+            raise InvalidArgumentError(
+                f"{shown} names a host, or a relative path: expected file:/// and an absolute path. "
+                "A relative path is given without file://."
+            )
+        return _absolute(path)
+    address, *folders = path.split("/")
+    if not address and scheme in _ADDRESSED:
+        raise InvalidArgumentError(f"{shown} names no bucket or host: expected {scheme}://NAME/folder.")
+    if {".", ".."} & set(folders):
+        raise InvalidArgumentError(f"{shown} has '.' or '..' in it, which means nothing there: write the URL without.")
+    return f"{scheme}://" + "/".join([address, *filter(None, folders)])
+
+
+def _absolute(path: str) -> str:
+    path = os.path.expanduser(path)
+    if path.startswith("/"):
+        path = "/" + path.lstrip("/")  # POSIX keeps two
+    # abspath() removes `..` by text alone, which goes astray where the component before it is a symbolic link.
+    return os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
+
+
+def open_backend(url: str, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None) -> Backend:
+    """The backend for `url` (as `resolve_checkpoint_id` gives it): the one named here, else the one configured, else by
+    the configuration's routes, the URL's scheme, and the file system that a local path stands on.
+
+    Raises:
+        InvalidArgumentError: no backend of that name, or none for that scheme; lists the known ones.
+        NotSupportedError: a package it needs is not installed.
+    """
+    settings = config.current()
+    wanted = name or settings.backend
+    if wanted == "auto":
+        route = settings.route_for(url)
+        wanted = route.backend if route is not None else "auto"
+    if wanted == "auto":
+        wanted = _by_place(url)
+    options = settings.settings_for(wanted, url)
+    build: Callable[..., Backend] = _find(wanted, "backend", _BACKENDS, "hpdcp.backends")
+    merged = {**options.storage_options, **(storage_options or {})}
+    _refuse_unknown_tables("backend", settings.backends, _BACKENDS)
+    if not options.tunables and not options.storage_options:
+        return build(url, storage_options=merged)
+    given = config.settings_at(wanted, url)
+    _refuse_unknown(wanted, build, given)
+    told = "; ".join(f"{setting.key} = {setting.shown} ({setting.origin})" for setting in given.values())
+    told = f"The configuration gives backend {wanted!r} this: {told}. Correct it there."
+    try:
+        return build(url, storage_options=merged, **options.tunables)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{error} {told}") from error
+    except TypeError as error:
+        raise InvalidArgumentError(f"backend {wanted!r} cannot be opened: {error}. {told}") from error
+
+
+def _refuse_unknown_tables(kind: str, tables: Iterable[str], built_in: Mapping[str, str]) -> None:
+    """A table for a backend or layout that does not exist has no effect, which is not what whoever wrote it meant."""
+    group = f"{kind}s"
+    for name in tables:
+        if name not in built_in and name not in (others := entry_points(group=f"hpdcp.{group}").names):
+            known = sorted({*built_in, *others})
+            raise InvalidArgumentError(
+                f"{config.origin_of(group, name)}: configuration key '{group}.{name}': no {kind} is called "
+                f"{name!r}; known are {known}.{_near(name, known)}"
+            )
+
+
+def _refuse_unknown(
+    name: str, build: Callable[..., Any], given: Mapping[str, config.Setting], *, kind: str = "backend"
+) -> None:
+    """A setting that the constructor has no keyword for; one that takes any keyword judges for itself."""
+    parameters = list(inspect.signature(build).parameters.values())
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    if kind == "backend":
+        parameters = parameters[1:]  # the URL
+    keywords = [parameter.name for parameter in parameters if parameter.name != "storage_options"]
+    for key, setting in given.items():
+        if key in keywords or key.startswith("storage_options."):
+            continue
+        raise InvalidArgumentError(
+            f"{setting.origin}: configuration key {setting.key!r}: {kind} {name!r} has no setting {key!r}."
+            f"{_near(key, keywords)} Known: {', '.join(keywords)}."
+        )
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """A question that names the nearest of the known names; empty where none is near."""
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def check_configuration() -> None:
+    """Raise for what the configuration gives backends and layouts that none of them takes, before any is opened.
+
+    Names alone: values are checked by the constructors. What needs a package that is not installed is left aside.
+
+    Raises:
+        InvalidArgumentError: no such backend or layout, or no such setting of it; names the key and where it stands.
+    """
+    settings = config.current()
+    _refuse_unknown_tables("backend", settings.backends, _BACKENDS)
+    _refuse_unknown_tables("layout", settings.layouts, _LAYOUTS)
+    for name in settings.backends:
+        _refuse_unknown_of_backend(name, config.backend_settings(name))
+    for name in settings.layouts:
+        with contextlib.suppress(NotSupportedError):
+            _refuse_unknown(name, find_layout(name), config.layout_settings(name), kind="layout")
+    for position, route in enumerate(settings.routes):
+        wanted = route.backend if route.backend != "auto" else settings.backend
+        candidates = [wanted] if wanted != "auto" else _by_prefix(route.prefix)
+        refused: list[InvalidArgumentError] = []
+        for name in candidates:
+            try:
+                _refuse_unknown_of_backend(name, config.route_settings(position))
+            except InvalidArgumentError as error:
+                refused.append(error)
+        if len(refused) == len(candidates):
+            raise refused[0]
+
+
+def _by_prefix(prefix: str) -> list[str]:
+    """The backends that places under the prefix may get; local ones depend on where file systems are mounted."""
+    return ["local", "nfs"] if _scheme(prefix) in _LOCAL_SCHEMES else [_by_place(prefix)]
+
+
+def _refuse_unknown_of_backend(name: str, given: Mapping[str, config.Setting]) -> None:
+    with contextlib.suppress(NotSupportedError):
+        _refuse_unknown(name, _find(name, "backend", _BACKENDS, "hpdcp.backends"), given)
+
+
+def find_layout(name: str) -> Callable[..., Any]:
+    """The layout class of that name.
+
+    Raises:
+        InvalidArgumentError, NotSupportedError: as `open_backend`.
+    """
+    found: Callable[..., Any] = _find(name, "layout", _LAYOUTS, "hpdcp.layouts")
+    return found
+
+
+def layout_of_marks(keys: Collection[str]) -> str | None:
+    """The layout in whose format another program wrote these keys, by the names at the root; None for none."""
+    return next((name for mark, name in _MARKS.items() if mark in keys), None)
+
+
+def open_layout(name: str) -> Any:
+    """A layout of that name for one save, with the options that the configuration has for it.
+
+    Raises:
+        InvalidArgumentError, NotSupportedError: as `open_backend`.
+    """
+    build = find_layout(name)
+    _refuse_unknown_tables("layout", config.current().layouts, _LAYOUTS)
+    given = config.layout_settings(name)
+    if not given:
+        return build()
+    _refuse_unknown(name, build, given, kind="layout")
+    try:
+        return build(**{key: setting.value for key, setting in given.items()})
+    except InvalidArgumentError as error:
+        told = "; ".join(f"{setting.key} = {setting.shown} ({setting.origin})" for setting in given.values())
+        raise InvalidArgumentError(
+            f"{error} The configuration gives layout {name!r} this: {told}. Correct it there."
+        ) from error
+
+
+def _by_place(url: str) -> str:
+    scheme = _scheme(url)
+    if scheme in _LOCAL_SCHEMES:
+        return "nfs" if is_nfs(url) else "local"
+    if scheme in _OWN_SCHEMES:
+        return _OWN_SCHEMES[scheme]
+    import fsspec  # only now: a local checkpoint has no use for it
+
+    known = sorted(set(fsspec.available_protocols()) - _WRAPPERS)
+    if scheme in known:
+        return "fsspec"
+    near = difflib.get_close_matches(scheme, known, n=2, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(f'{name}://' for name in near)}?" if near else ""
+    others = ", ".join(name for name in known if name not in {*_LOCAL_SCHEMES, *_OWN_SCHEMES})
+    raise InvalidArgumentError(
+        f"{without_password(url)}: nothing here serves {scheme}://.{hint} Known are local paths and file://, s3://, "
+        f"and by fsspec's packages {others}. "
+        "A backend of another package is chosen by its name: hpdcp.config.using(backend=...)."
+    )
+
+
+def _scheme(url: str) -> str:
+    found = _SCHEME.match(url)
+    return found[1].lower() if found else ""
+
+
+def _find(name: str, kind: str, known: Mapping[str, str], group: str) -> Callable[..., Any]:
+    spec = known.get(name)
+    if spec is None:
+        others = {point.name: point for point in entry_points(group=group)}
+        if name in others:
+            return _load(others[name], kind)
+        names = sorted({*known, *others})
+        raise InvalidArgumentError(f"no {kind} is called {name!r}; known are {names}.{_near(name, names)}")
+    module, _, attribute = spec.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(import_module(module), attribute)
+    except ImportError as error:
+        extra = _EXTRAS.get(name)
+        advice = f' Install it: pip install "hpdcp[{extra}]".' if extra else ""
+        raise NotSupportedError(f"the {kind} {name!r} cannot be used: {error}.{advice}") from error
+    return found
+
+
+def _load(point: EntryPoint, kind: str) -> Callable[..., Any]:
+    try:
+        loaded: Callable[..., Any] = point.load()
+    except (ImportError, AttributeError) as error:
+        package = point.dist.name if point.dist is not None else "its package"
+        raise NotSupportedError(f"the {kind} {point.name!r} of {package} cannot be used: {error}.") from error
+    return loaded

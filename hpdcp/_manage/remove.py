@@ -1,0 +1,341 @@
+"""Remove a checkpoint and nothing else: the library behind `hpdcp rm`.
+
+What goes is what hpdcp can prove its own: the files that the metadata lists, files of attempts that the claim or the
+metadata names, their messages, the metadata and the claim. A name alone proves nothing, so all other files stay.
+
+    1. a claim of this removal, which lists the files    a save in progress here finds it and publishes nothing;
+                                                         a removal that is cut off here is taken up by the next one
+    2. `.metadata` or every `{rank}.metadata` goes       from here on nothing loads
+    3. data files and messages go, the claim goes last
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from hpdcp._base.backend import Backend, ByteRange, KeyInfo, checked_key
+from hpdcp._base.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    StorageError,
+    SupersededError,
+)
+from hpdcp._comm.mailbox import mailbox_folder
+from hpdcp._files import registry
+from hpdcp._files.commit import (
+    CLAIM,
+    FIXED_NAME,
+    METADATA,
+    SILENT_SECONDS,
+    Claim,
+    attempt_in_header,
+    rank_of_metadata_key,
+    read_or_none,
+)
+from hpdcp._format.metadata import HEAD_BYTES, Metadata
+
+_BEGINS_AS_DATA: Final = re.compile(r"_rank\d+_[./]")
+_DATA: Final = re.compile(r"_rank\d+_(\.\d+)?(\.(?P<attempt>[0-9a-f]{16}))?\.[^/.]+")
+"""What `layout.FileNaming` calls data files."""
+_ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
+_REMOVAL: Final = "removal-"
+"""Begins the attempt in the claim of a removal: it writes nothing, so nobody needs to wait for it."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What removing a checkpoint removes, or has removed."""
+
+    url: str
+    metadata: tuple[str, ...]
+    """What makes the checkpoint load, and goes first; empty where a save did not finish."""
+    data: tuple[str, ...]
+    """Data files and messages, sorted."""
+    claim: bool
+    """Whether there is a claim to remove."""
+    nbytes: int
+    """Of all of them together."""
+    foreign: tuple[str, ...]
+    """Files beside them, which stay. Sub-folders are not looked into, and stay as well."""
+    attempts: tuple[str, ...]
+    """Whose files these are."""
+    dry_run: bool = False
+    folder_removed: bool = False
+    """Whether the folder itself was removed: only a local one that was left empty is."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Everything that goes, in the order in which it goes."""
+        return (*self.metadata, *self.data, *([CLAIM] if self.claim else []))
+
+
+def remove_checkpoint(
+    checkpoint_id: str | Path,
+    *,
+    backend: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    confirm: Callable[[Removal], bool] | None = None,
+) -> Removal:
+    """Remove the checkpoint, or what a save that did not finish left, and keep every other file.
+
+    Args:
+        checkpoint_id: folder or URL.
+        backend, storage_options: as `FileSystemReader` takes them.
+        force: also while a save may be in progress there, which then publishes nothing, unless its ranks save each
+            for itself: those look at no claim; and where the metadata is damaged, so that files which only it lists
+            stay.
+        dry_run: change nothing.
+        confirm: called with what is to be removed, before anything is; nothing is when it answers False.
+
+    Returns:
+        What was removed; with `dry_run`, or not confirmed, what would be (`dry_run` is then True).
+
+    Raises:
+        CheckpointNotFoundError: no checkpoint is there, nor anything of a save.
+        CheckpointExistsError: a save may be in progress there; nothing was changed.
+        CorruptCheckpointError, UnsupportedFormatError: the metadata cannot be read; nothing was changed.
+        SupersededError: another save claimed or changed the folder meanwhile; says what was removed.
+        StorageError: the store failed; nothing loads if anything was removed, and a second call removes the rest.
+    """
+    url = registry.resolve_checkpoint_id(checkpoint_id)
+    with closing(registry.open_backend(url, name=backend, storage_options=storage_options)) as opened:
+        found = _Found.look(opened, force=force)
+        planned = found.plan()
+        if not force:
+            found.refuse_if_in_progress()
+        if dry_run or (confirm is not None and not confirm(planned)):
+            return replace(planned, dry_run=True)
+        _Execution(opened, found, planned).run()
+        with contextlib.suppress(StorageError):
+            # Temporary files only take room, and those that live writers may be at stay.
+            opened.remove_leftovers(silent_for=0 if force else SILENT_SECONDS, belongs=found.names_attempt)
+        return replace(planned, folder_removed=_remove_empty_folder(url))
+
+
+@dataclass
+class _Found:
+    """What lies in the folder."""
+
+    backend: Backend
+    infos: Mapping[str, KeyInfo]
+    documents: dict[str, bytes] = field(default_factory=dict)
+    """`.metadata` or each `{rank}.metadata`, as they were read."""
+    listed: dict[str, int] = field(default_factory=dict)
+    """Data files that they, or the claim, list, and their recorded sizes, 0 where there is none."""
+    committed: set[str] = field(default_factory=set)
+    """Attempts that they name."""
+    claim: Claim | None = None
+    claim_bytes: bytes | None = None
+    attempts: dict[str, bool] = field(default_factory=dict)
+    """Attempt → whether it may have taken plain names."""
+    messages: dict[str, int] = field(default_factory=dict)
+    """Messages of these attempts, and their sizes."""
+
+    @classmethod
+    def look(cls, backend: Backend, *, force: bool) -> _Found:
+        found = cls(backend, {info.key: info for info in backend.list_keys()})
+        found._read_metadata(force=force)
+        found._read_claim()
+        found.attempts |= dict.fromkeys(found.committed, True)
+        if found.claim is None and METADATA not in found.infos:
+            # Ranks that save each for itself leave no claim: a file that names its attempt itself is all there is.
+            found.attempts |= dict.fromkeys(found._unlisted().values(), True)
+        if not found.documents and found.claim_bytes is None and not found.attempts:
+            raise CheckpointNotFoundError(_nothing_there(backend, list(found.infos)))
+        for attempt in found.attempts:
+            folder = mailbox_folder(attempt)
+            found.messages |= {info.key: info.size for info in backend.list_keys(folder)}
+        return found
+
+    def _read_metadata(self, *, force: bool) -> None:
+        for key in self.infos:
+            if key != METADATA and rank_of_metadata_key(key) is None:
+                continue
+            data = read_or_none(self.backend, key)
+            if data is None:
+                continue
+            where = f"{self.backend.url}/{key}"
+            try:
+                metadata = Metadata.from_bytes(data, where=where)
+            except CorruptCheckpointError as error:
+                if force and CLAIM in self.infos:
+                    self.documents[key] = data
+                    continue
+                raise CorruptCheckpointError(
+                    f"{where} is no metadata of hpdcp, or damaged, so it does not say which files are the checkpoint's "
+                    f"({error}). Nothing was removed. Remove the files by hand, if they are what you think"
+                    + (", or pass force: what the claim names goes, files that only the metadata lists stay."
+                       if CLAIM in self.infos else ".")
+                ) from error  # fmt: skip
+            self.documents[key] = data
+            self.listed |= {name: size for name, size in metadata.files.items() if _may_be_a_data_file(name)}
+            if _ATTEMPT.fullmatch(metadata.settings.get("attempt", "")):
+                self.committed.add(metadata.settings["attempt"])
+
+    def _read_claim(self) -> None:
+        self.claim_bytes = read_or_none(self.backend, CLAIM) if CLAIM in self.infos else None
+        self.claim = None if self.claim_bytes is None else Claim.from_bytes(self.claim_bytes)
+        if self.claim is None:
+            return
+        named = {**dict(self.claim.superseded), self.claim.attempt: self.claim.plain}
+        self.attempts |= {attempt: plain for attempt, plain in named.items() if _ATTEMPT.fullmatch(attempt)}
+        # `replacing` is what an attempt means to remove once it has committed, or what is committed still.
+        kept = [key for key, _ in self.claim.replaced]
+        for key in filter(_may_be_a_data_file, (*kept, *self.claim.replacing, *self._made_by(self.claim))):
+            self.listed.setdefault(key, 0)
+
+    def _made_by(self, claim: Claim) -> Iterator[str]:
+        """What an attempt that has not committed made under names that are the same in every attempt."""
+        for root in () if claim.attempt in self.committed else claim.made:
+            if FIXED_NAME.fullmatch(root) and root in self.infos:
+                yield root
+            inside = (info.key for info in self.backend.list_keys(root, recursive=True))
+            yield from filter(FIXED_NAME.search, inside)
+
+    def _unlisted(self) -> dict[str, str]:
+        """Files that nothing lists but that are called as data files are and name an attempt in their header: which."""
+        infos = [info for key, info in self.infos.items() if key not in self.listed and _DATA.fullmatch(key)]
+        named = {info.key: self._attempt_of(info) for info in infos}
+        return {key: attempt for key, attempt in named.items() if attempt is not None and _ATTEMPT.fullmatch(attempt)}
+
+    def _attempt_of(self, info: KeyInfo) -> str | None:
+        head = bytearray(min(info.size, HEAD_BYTES))
+        try:
+            self.backend.read_ranges(info.key, [ByteRange(0, len(head))], [memoryview(head)])
+        except (StorageError, CheckpointError):
+            return None
+        return attempt_in_header(head)
+
+    def _belongs(self, info: KeyInfo) -> bool:
+        """Whether a file that nothing lists is one of the attempts'."""
+        found = _DATA.fullmatch(info.key)
+        if found is None:
+            return False
+        if found["attempt"] is not None:
+            return self.names_attempt(info.key)
+        return self.attempts.get(self._attempt_of(info) or "", False)
+
+    def names_attempt(self, key: str) -> bool:
+        """Whether a data file's name carries the id of one of the attempts."""
+        found = _DATA.fullmatch(key)
+        return found is not None and found["attempt"] in self.attempts
+
+    def plan(self) -> Removal:
+        # What other layouts put into sub-folders was not listed here: that one of them is missing does no harm.
+        own = {key for key in self.listed if key in self.infos or "/" in key}
+        own |= {key for key, info in self.infos.items() if key not in own and self._belongs(info)}
+        has_claim = self.claim_bytes is not None
+        gone = {*own, *self.documents, *self.messages, *([CLAIM] if has_claim else [])}
+        sizes = self.listed | {key: info.size for key, info in self.infos.items()} | self.messages
+        return Removal(
+            url=self.backend.url,
+            metadata=tuple(sorted(self.documents, key=lambda key: (key != METADATA, rank_of_metadata_key(key) or 0))),
+            data=tuple(sorted(own | set(self.messages))),
+            claim=has_claim,
+            nbytes=sum(sizes.get(key, 0) for key in gone),
+            foreign=tuple(sorted(key for key in self.infos if key not in gone)),
+            attempts=tuple(sorted(self.attempts)),
+        )
+
+    def refuse_if_in_progress(self) -> None:
+        """Raise where an attempt that has not committed may still be at work."""
+        if self.claim is not None:
+            claimed = self.claim.attempt
+            at_work = None if claimed in self.committed or claimed.startswith(_REMOVAL) else claimed
+            last = self.claim.began
+        else:
+            # Each rank for itself: an attempt that wrote data and that no metadata names.
+            at_work = min(set(self.attempts) - self.committed, default=None)
+            last = 0.0
+        if at_work is None:
+            return
+        times = [info.modified for key, info in self.infos.items() if _may_be_a_data_file(key) or key == CLAIM]
+        silent = time.time() - max([last, *times])
+        if silent < SILENT_SECONDS:
+            raise CheckpointExistsError(
+                f"{self.backend.url}: attempt {at_work} began to save here, has not committed, and was last seen "
+                f"{_ago(silent)} ago: it may be in progress. Wait for it; or, if no job saves here any more, remove it "
+                "with force (hpdcp rm --force), after which that attempt publishes nothing."
+            )
+
+
+class _Execution:
+    """One removal, step by step."""
+
+    def __init__(self, backend: Backend, found: _Found, planned: Removal) -> None:
+        self._backend = backend
+        self._found = found
+        self._planned = planned
+
+    def run(self) -> None:
+        backend, planned = self._backend, self._planned
+        now = time.time()
+        ours = Claim(
+            _REMOVAL + uuid.uuid4().hex[:16],
+            plain=False,
+            began=now,
+            superseded=tuple(self._found.attempts.items()),
+            replaced=tuple((key, now) for key in planned.data if key not in self._found.messages),
+            made=tuple(sorted({key.partition("/")[0] for key in planned.data if FIXED_NAME.search(key)})),
+        ).to_bytes()
+        if read_or_none(backend, CLAIM) != self._found.claim_bytes:
+            raise self._overtaken("claimed the folder", "Nothing was removed.")
+        backend.publish(CLAIM, ours)
+        for key, data in self._found.documents.items():
+            if read_or_none(backend, key) not in (data, None):
+                raise self._overtaken(f"published {key}", "Nothing was removed.")
+        backend.delete(planned.metadata)
+        backend.delete(planned.data)
+        if read_or_none(backend, CLAIM) != ours:
+            raise self._overtaken("claimed the folder", "The old checkpoint was removed; what is new there stays.")
+        backend.delete([CLAIM])
+
+    def _overtaken(self, what: str, state: str) -> SupersededError:
+        return SupersededError(f"{self._backend.url}: meanwhile another save {what}. {state}")
+
+
+def _may_be_a_data_file(key: str) -> bool:
+    """Whether hpdcp may have given a data file this name: what lists it may have been written to do harm."""
+    try:
+        return bool(_BEGINS_AS_DATA.match(checked_key(key)) or FIXED_NAME.search(key))
+    except InvalidArgumentError:
+        return False
+
+
+def _nothing_there(backend: Backend, keys: Sequence[str]) -> str:
+    if not keys:
+        what = "it is empty, or not there"
+    elif any(key.endswith((".safetensors", ".safetensors.index.json")) for key in keys):
+        what = "it holds weights that hpdcp did not save, which stay"
+    else:
+        what = f"of the {len(keys)} files in it none is hpdcp's"
+    return f"{backend.url} holds no checkpoint: {what}. Is the path right?"
+
+
+def _ago(seconds: float) -> str:
+    minutes = max(0, round(seconds / 60))
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h"
+
+
+def _remove_empty_folder(url: str) -> bool:
+    if "://" in url:
+        return False
+    try:
+        os.rmdir(url)  # refuses where anything is left
+    except OSError:
+        return False
+    return True

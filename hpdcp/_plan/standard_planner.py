@@ -1,0 +1,528 @@
+"""The planners that `save` and `load` use unless they are given others."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from hpdcp._base.errors import (
+    InvalidArgumentError,
+    MissingKeysError,
+    UnsupportedTypeError,
+)
+from hpdcp._base.timing import log_message
+from hpdcp._devices import device
+from hpdcp._format.columns import Entry, EntryKind
+from hpdcp._format.metadata import Metadata, MetadataIndex
+from hpdcp._plan.plan_cache import fingerprint
+from hpdcp._plan.planner import (
+    LoadPlan,
+    LoadPlanner,
+    LoadTarget,
+    PlannerContext,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from hpdcp._plan.replicas import drop_duplicates
+from hpdcp._plan.stored_index import Stored
+from hpdcp._state import objects
+from hpdcp._state.geometry import Box, intersect, missing, relative
+from hpdcp._state.mismatches import Problems, Trouble, listed
+from hpdcp._state.paths import Path, build_tree, decode_path, encode_path
+from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards, tie_key
+from hpdcp._state.tree import Leaf, StateTree, pick, walk
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's own name, without the module.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+class StandardSavePlanner(SavePlanner):
+    """Stores everything in the state dict, each box once.
+
+    Args:
+        enable_plan_caching: whether a later save of the same structure may skip planning.
+        remove_redundancy: whether a box that several ranks hold is written by one of them only. Without collectives
+            each rank writes what it holds.
+        save_to_minimum_rank: give such a box to the lowest rank, rather than to the one with the least to write.
+    """
+
+    def __init__(
+        self, *, enable_plan_caching: bool = True, remove_redundancy: bool = True, save_to_minimum_rank: bool = False
+    ) -> None:
+        self._enable_plan_caching = enable_plan_caching
+        self._remove_redundancy = remove_redundancy
+        self._save_to_minimum_rank = save_to_minimum_rank
+
+    def options(self) -> dict[str, bool]:
+        """What makes a planner that plans alike."""
+        return {
+            "enable_plan_caching": self._enable_plan_caching,
+            "remove_redundancy": self._remove_redundancy,
+            "save_to_minimum_rank": self._save_to_minimum_rank,
+        }
+
+    def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
+        self._context = context
+        self._leaves = walk(state_dict, rank=context.rank)
+        self._tied = _tied_names(self._leaves)
+        self._leaf_of = {(leaf.fqn, leaf.owner): leaf for leaf in self._leaves}
+        self._shards: dict[tuple[str, int | None], LocalShards] = {}
+        self._objects: dict[tuple[str, int | None], bytes] = {}
+        self._chunk_of: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
+
+    def cache_key(self) -> Hashable | None:
+        """As the contract says; None also for a subclass that does not override this, since what it adds is unknown."""
+        if type(self).cache_key is StandardSavePlanner.cache_key and type(self) is not StandardSavePlanner:
+            return None
+        if not self._enable_plan_caching or not self._context.collective:
+            return None
+        held = fingerprint(self._leaves, self._tied)
+        if held is None:
+            return None
+        options = (self._remove_redundancy, self._save_to_minimum_rank)
+        return (type(self).__qualname__, options, self._context.world_size, self._context.rank, held)
+
+    def build_local_plan(self) -> SavePlan:
+        entries: list[Entry] = []
+        items: list[WriteItem] = []
+        for leaf in self._leaves:
+            path = encode_path(leaf.path)
+            if isinstance(leaf.value, torch.Tensor):
+                shards = self._shards_of(leaf)
+                target = self._tied.get(leaf.fqn, "")
+                kind = EntryKind.ALIAS if target else EntryKind.TENSOR
+                entries.append(
+                    Entry(leaf.fqn, path, kind, dtype_name(shards.dtype), shards.global_shape, leaf.owner, target)
+                )
+                if not target:
+                    items += _tensor_items(leaf, shards)
+            else:
+                index = MetadataIndex(leaf.fqn, owner=leaf.owner)
+                entries.append(Entry(leaf.fqn, path, EntryKind.OBJECT, owner=leaf.owner))
+                items.append(WriteItem(index, EntryKind.OBJECT, len(self._bytes_of(leaf))))
+        return SavePlan.build(entries, items)
+
+    def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return drop_duplicates(
+            plans,
+            remove_redundancy=self._remove_redundancy,
+            to_minimum_rank=self._save_to_minimum_rank,
+            whole=self._context.collective or self._context.world_size == 1,
+        )
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        unknown = np.flatnonzero(plan.nbytes < 0)
+        if not len(unknown):
+            return plan
+        nbytes = plan.nbytes.copy()
+        nbytes[unknown] = [len(self.get_bytes(plan.item(row))) for row in unknown.tolist()]
+        return plan.with_nbytes(nbytes)
+
+    def get_tensor(self, item: WriteItem) -> torch.Tensor:
+        index = item.index
+        shards = self._shards_of(self._leaf_of[index.fqn, index.owner])
+        found = self._chunk_of.get(index)
+        if found is not None:
+            return shards.view(found[1])
+        wanted = Box(index.offsets, index.sizes)
+        for chunk in shards.chunks:
+            if intersect(wanted, chunk.box) == wanted:
+                return _narrowed(shards.view(chunk), relative(wanted, chunk.box))
+        raise InvalidArgumentError(f"the plan has an item that this rank does not hold: {index}.")
+
+    def get_bytes(self, item: WriteItem) -> bytes:
+        return self._bytes_of(self._leaf_of[item.index.fqn, item.index.owner])
+
+    def _shards_of(self, leaf: Leaf) -> LocalShards:
+        """Worked out when it is asked for: on a cached plan, only for what this rank writes."""
+        shards = self._shards.get((leaf.fqn, leaf.owner))
+        if shards is None:
+            shards = self._shards[leaf.fqn, leaf.owner] = local_shards(leaf.value, key=leaf.fqn)
+            for chunk in shards.chunks:
+                index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
+                self._chunk_of[index] = (shards, chunk)
+        return shards
+
+    def _bytes_of(self, leaf: Leaf) -> bytes:
+        data = self._objects.get((leaf.fqn, leaf.owner))
+        if data is None:
+            data = self._objects[leaf.fqn, leaf.owner] = objects.encode(leaf.value, key=leaf.fqn).data
+        return data
+
+
+def _tensor_items(leaf: Leaf, shards: LocalShards) -> list[WriteItem]:
+    return [
+        WriteItem(
+            MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner),
+            EntryKind.TENSOR,
+            chunk.box.volume * shards.dtype.itemsize,
+        )
+        for chunk in shards.chunks
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _ObjectTarget:
+    """Where a stored Python value goes."""
+
+    path: Path
+    subpath: tuple[Any, ...]
+    """What of the stored value is wanted; empty: all of it."""
+
+
+class StandardLoadPlanner(LoadPlanner):
+    """Fills every target of the state dict from whatever stored boxes overlap it.
+
+    Args:
+        allow_partial_load: load what is there; what is not, stays as it is, is logged, and is listed in `not_loaded`.
+        allow_dtype_cast: cast where stored and target dtype differ, as `Tensor.copy_` does, with one warning.
+    """
+
+    def __init__(self, *, allow_partial_load: bool = False, allow_dtype_cast: bool = True) -> None:
+        self._allow_partial_load = allow_partial_load
+        self._allow_dtype_cast = allow_dtype_cast
+        self.not_loaded: tuple[str, ...] = ()
+        """After a partial load: the name of each key that was wanted and is not stored, or only in part."""
+
+    def configure_planner(self, state_dict: Mapping[Any, Any], metadata: Metadata, context: PlannerContext) -> None:
+        self._metadata = metadata
+        self._context = context
+        self._tree = StateTree(state_dict, rank=context.rank)
+        self._stored = Stored(metadata)
+        self._problems = Problems()
+        self._items: list[ReadItem] = []
+        self._targets: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
+        self._objects: dict[MetadataIndex, list[_ObjectTarget]] = {}
+        self._values: list[tuple[_ObjectTarget, Any]] = []
+        self._gathers: list[_Gather] = []
+        self._casts: list[str] = []
+        self._shareable: list[LoadTarget] = []
+        self._absent: dict[str, Hashable] = {}
+        self._keeps_per_rank = bool((metadata.entries.owners >= 0).any())
+        self.not_loaded = ()
+
+    def build_local_plan(self) -> LoadPlan:
+        filled: set[Any] = set()
+        for leaf in self._tree.every_rank:
+            self._plan_gather(leaf)
+        gathered = [leaf.path for leaf in self._tree.every_rank]
+        for leaf in self._tree.leaves:
+            if leaf.owner is None or not any(leaf.path[: len(path)] == tuple(path) for path in gathered):
+                self._plan_leaf(leaf, filled)
+        self._settle_absent({tie for tie, _ in filled})
+        if self._allow_partial_load:
+            self.not_loaded = self._problems.forgive(Trouble.MISSING, Trouble.HOLE)
+        self._problems.raise_if_any()
+        return LoadPlan.build(self._items, self._shareable)
+
+    @property
+    def complete(self) -> bool:
+        return not self.not_loaded
+
+    def _plan_leaf(self, leaf: Leaf, filled: set[Any]) -> None:
+        if leaf.owner is not None and self._keeps_per_rank and self._metadata.world_size != self._context.world_size:
+            self._problems.add(
+                Trouble.WORLD,
+                leaf.fqn,
+                f"{leaf.fqn!r} (stored by {self._metadata.world_size} ranks, wanted by {self._context.world_size})",
+            )
+        elif isinstance(leaf.value, torch.Tensor):
+            self._plan_tensor(leaf, leaf.value, filled)
+        else:
+            self._plan_object(leaf)
+
+    def _plan_tensor(self, leaf: Leaf, target: torch.Tensor, filled: set[Any]) -> None:
+        try:
+            shards = local_shards(target, key=leaf.fqn)
+            for tensor in shards.tensors:
+                _check_fillable(tensor, leaf.fqn)
+        except UnsupportedTypeError as error:
+            self._problems.add(Trouble.REFUSED, leaf.fqn, str(error))
+            return
+        row = self._stored.find(leaf.fqn, leaf.owner)
+        if row is None:
+            # Of a rank that holds nothing of it, nobody can tell what it is tied to; ranks that hold something know.
+            if shards.chunks or 0 in shards.global_shape:
+                self._absent[leaf.fqn] = tie_key(target)
+                self._problems.add(Trouble.MISSING, leaf.fqn, self._stored.hint(leaf.fqn))
+            return
+        if self._metadata.entries.kinds[row] == EntryKind.OBJECT:
+            self._problems.add(Trouble.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
+            return
+        shape = self._metadata.entries.shape(row)
+        if shape != shards.global_shape:
+            self._problems.add(
+                Trouble.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored {list(shape)}, wanted {list(shards.global_shape)})"
+            )
+            return
+        if not self._check_dtype(leaf.fqn, self._metadata.entries.dtype(row), shards.dtype):
+            return
+        tie = tie_key(target)
+        if tie is not None:
+            # Tied targets share memory: filling it once from the same stored tensor is enough.
+            if (tie, self._metadata.resolve(row)) in filled:
+                return
+            filled.add((tie, self._metadata.resolve(row)))
+        for chunk in shards.chunks:
+            index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
+            self._targets[index] = (shards, chunk)
+            pieces = list(self._stored.pieces(row, chunk.box))
+            self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
+            if self._note_hole(leaf.fqn, chunk.box, pieces):
+                break
+            if leaf.owner is None:
+                # Only what is filled all over: what a hole leaves as it was is each rank's own.
+                memory = shards.view(chunk)
+                on_device = device.is_current(memory)
+                reached = on_device or device.is_host(memory)
+                direct = reached and memory.is_contiguous() and not (memory.is_conj() or memory.is_neg())
+                self._shareable.append(LoadTarget(index, dtype_name(shards.dtype), direct, on_device))
+
+    def _settle_absent(self, filled: set[Any]) -> None:
+        """A name that is not stored is no loss where its memory is another target's, which is filled: of weights that a
+        model ties, Hugging Face's files hold one."""
+        tied = {fqn for fqn, tie in self._absent.items() if tie is not None and tie in filled}
+        self._problems.withdraw(Trouble.MISSING, tied)
+        self._problems.note(Trouble.MISSING, self._stored.prefix_hint([fqn for fqn in self._absent if fqn not in tied]))
+
+    def _note_hole(self, fqn: str, want: Box, pieces: Sequence[tuple[int, Box, Box]]) -> bool:
+        hole = missing(want, [part for _, _, part in pieces])
+        if hole is not None:
+            stop = tuple(a + b for a, b in zip(hole.offsets, hole.sizes, strict=True))
+            self._problems.add(Trouble.HOLE, fqn, f"{fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})")
+        return hole is not None
+
+    def _check_dtype(self, fqn: str, stored: str, wanted: torch.dtype) -> bool:
+        if stored == dtype_name(wanted):
+            return True
+        found = getattr(torch, stored, None)
+        described = f"{fqn!r} (stored {stored}, wanted {dtype_name(wanted)})"
+        if not self._allow_dtype_cast or not isinstance(found, torch.dtype) or not _castable(found, wanted):
+            self._problems.add(Trouble.DTYPE, fqn, described)
+            return False
+        self._casts.append(described)
+        return True
+
+    def _plan_object(self, leaf: Leaf) -> None:
+        row = self._stored.find(leaf.fqn, leaf.owner)
+        if row is not None:
+            if self._metadata.entries.kinds[row] != EntryKind.OBJECT:
+                self._problems.add(
+                    Trouble.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored as a tensor, wanted as a Python value)"
+                )
+                return
+            self._want_object(row, leaf, leaf.path, ())
+            return
+        children = self._tree.children(leaf)
+        below = self._stored.below(leaf.fqn)
+        if children and below:
+            # Stored in pieces, since it held tensors then; this target has none.
+            for child in children:
+                self._plan_object(child)
+        elif below:
+            self._problems.add(
+                Trouble.MISSING,
+                leaf.fqn,
+                f"{leaf.fqn!r} (stored with tensors in it, such as {below[0]!r}, but the target has no place for them; "
+                "for an optimizer call hpdcp.allocate_optimizer_state first)",
+            )
+        else:
+            self._plan_part_of_object(leaf)
+
+    def _plan_part_of_object(self, leaf: Leaf) -> None:
+        """The wanted value may be stored inside a larger one, that had no tensor beside it when it was saved."""
+        for depth in range(len(leaf.path) - 1, 0, -1):
+            fqn = ".".join(map(str, leaf.path[:depth]))
+            row = self._stored.find(fqn, leaf.owner)
+            if row is not None and self._metadata.entries.kinds[row] == EntryKind.OBJECT:
+                self._want_object(row, leaf, leaf.path, tuple(leaf.path[depth:]))
+                return
+        self._problems.add(Trouble.MISSING, leaf.fqn, self._stored.hint(leaf.fqn))
+
+    def _want_object(self, row: int, leaf: Leaf, path: Path, subpath: tuple[Any, ...]) -> None:
+        entry = self._metadata.entries[row]
+        index = MetadataIndex(entry.fqn, owner=entry.owner)
+        if index not in self._objects:
+            self._items.append(ReadItem(index, self._metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT))
+        self._objects.setdefault(index, []).append(_ObjectTarget(path, subpath))
+
+    def _plan_gather(self, leaf: Leaf) -> None:
+        """`PerRank.all`: every saved rank's value, rebuilt from scratch on the host."""
+        gather = _Gather(leaf.path, [[] for _ in range(self._metadata.world_size)])
+        for row in self._stored.owned_at_or_below(leaf.path):
+            entry = self._metadata.entries[row]
+            assert entry.owner is not None
+            path = decode_path(entry.path)
+            if self._metadata.entries.kinds[self._metadata.resolve(row)] == EntryKind.OBJECT:
+                index = MetadataIndex(entry.fqn, owner=entry.owner)
+                self._items.append(ReadItem(index, self._metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT))
+                gather.objects[index] = path
+                self._objects.setdefault(index, [])
+            else:
+                tensor = self._plan_gathered(row, entry)
+                if tensor is not None:
+                    gather.parts[entry.owner].append((path, tensor))
+        if not gather.objects and not any(gather.parts):
+            self._problems.add(Trouble.MISSING, leaf.fqn, self._stored.hint(leaf.fqn))
+        self._gathers.append(gather)
+
+    def _plan_gathered(self, row: int, entry: Entry) -> torch.Tensor | None:
+        """A tensor for all of the entry; None, and the reason noted, where that cannot be had."""
+        whole = Box((0,) * len(entry.shape), entry.shape)
+        pieces = list(self._stored.pieces(row, whole))
+        # Before memory is taken: here the checkpoint alone says how much.
+        if self._note_hole(entry.fqn, whole, pieces):
+            return None
+        dtype = getattr(torch, entry.dtype, None)
+        try:
+            if not isinstance(dtype, torch.dtype):
+                raise UnsupportedTypeError(f"{entry.fqn!r} is stored as {entry.dtype}, which this torch lacks")
+            tensor = device.empty_on_host(entry.shape, dtype)
+        except (UnsupportedTypeError, RuntimeError) as error:
+            self._problems.add(Trouble.REFUSED, entry.fqn, f"{entry.fqn!r} of shape {list(entry.shape)}: {error}")
+            return None
+        shards = local_shards(tensor, key=entry.fqn)
+        for chunk in shards.chunks:
+            index = MetadataIndex(entry.fqn, chunk.box.offsets, chunk.box.sizes, entry.owner)
+            self._targets[index] = (shards, chunk)
+            self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
+        return tensor
+
+    def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+        return list(plans)
+
+    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+        # Here, not in the local plan: that one may be given up for another checkpoint or for all ranks' records.
+        if self.not_loaded:
+            log_message(
+                logging.WARNING,
+                f"partial load: {len(self.not_loaded)} keys stay as they are: {listed([*map(repr, self.not_loaded)])}",
+            )
+        if self._casts:
+            warnings.warn(
+                f"{len(self._casts)} tensors are cast to their target's dtype: {listed(self._casts)}.",
+                stacklevel=2,
+            )
+        return plan
+
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        shards, chunk = self._targets[item.dest_index]
+        return _narrowed(shards.view(chunk), Box(item.dest_offsets, item.lengths))
+
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        # Filled by address, which autograd does not see: a backward pass that still needs the old values must fail.
+        torch.autograd.graph.increment_version(tensor)
+
+    def apply_bytes(self, item: ReadItem, data: bytes) -> None:
+        index = item.dest_index
+        for gather in self._gathers:
+            if index in gather.objects:
+                assert index.owner is not None
+                value = self._decode(index, data)
+                gather.parts[index.owner].append((gather.objects[index], value))
+        for target in self._objects[index]:
+            # Decoded once for each target, so that no two places share one mutable value.
+            value = self._decode(index, data)
+            try:
+                self._values.append((target, pick(value, target.subpath)))
+            except MissingKeysError as error:
+                if not self._allow_partial_load:
+                    raise MissingKeysError(f"{index.fqn!r}: {error}") from error
+                self.not_loaded += (".".join(map(str, target.path)),)
+
+    def _decode(self, index: MetadataIndex, data: bytes) -> Any:
+        return objects.decode(data, key=index.fqn, allow_pickle=self._context.allow_pickle)
+
+    def finish_load(self) -> None:
+        for target, value in self._values:
+            self._tree.assign(target.path, value)
+        for gather in self._gathers:
+            self._tree.assign(gather.path, gather.values())
+        self._tree.finish()
+
+
+class _Gather:
+    """Every rank's value under one `PerRank.all`."""
+
+    def __init__(self, path: Path, parts: list[list[tuple[Path, Any]]]) -> None:
+        self.path = path
+        self.parts = parts
+        self.objects: dict[MetadataIndex, Path] = {}
+
+    def values(self) -> list[Any]:
+        """One value for each rank that saved; None for one that stored nothing here."""
+        return [self._value(part) for part in self.parts]
+
+    def _value(self, part: list[tuple[Path, Any]]) -> Any:
+        if not part:
+            return None
+        tree: Any = build_tree(sorted(part, key=lambda pair: len(pair[0])))
+        return pick(tree, tuple(self.path))
+
+
+def _tied_names(leaves: Sequence[Leaf]) -> dict[str, str]:
+    """fqn → the name it is tied to, for tensors that are the same memory; that name is the first in order."""
+    tensors = [leaf for leaf in leaves if leaf.owner is None and isinstance(leaf.value, torch.Tensor)]
+    addresses = [_address(leaf.value) for leaf in tensors]
+    # Same memory starts at the same address; telling more of every tensor would cost several times as much.
+    often = Counter(addresses)
+    groups: dict[Any, list[str]] = {}
+    for leaf, address in zip(tensors, addresses, strict=True):
+        if often[address] > 1:
+            tie = tie_key(leaf.value)
+            if tie is not None:
+                groups.setdefault(tie, []).append(leaf.fqn)
+    return {name: min(names) for names in groups.values() if len(names) > 1 for name in names if name != min(names)}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its local memory starts; 0 for what has none, and for classes that may not tell."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) is not torch.Tensor and type(local) is not torch.nn.Parameter:
+        return 0
+    try:
+        return local.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def _read_item(index: MetadataIndex, dest: Box, storage_row: int, have: Box, part: Box) -> ReadItem:
+    return ReadItem(
+        index, storage_row, relative(part, dest).offsets, relative(part, have).offsets, part.sizes, EntryKind.TENSOR
+    )
+
+
+def _narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, start, size)
+    return tensor
+
+
+def _check_fillable(tensor: torch.Tensor, fqn: str) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UnsupportedTypeError(f"{fqn!r} is an expanded tensor, several elements of which share memory")
+
+
+def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=wanted).copy_(torch.zeros(1, dtype=stored))
+    except (RuntimeError, TypeError):
+        return False
+    return True

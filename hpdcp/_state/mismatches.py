@@ -1,0 +1,94 @@
+"""What does not fit between a state dict and a checkpoint: gathered first, then said all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from enum import Enum
+from typing import Final
+
+from hpdcp._base.errors import (
+    CoverageError,
+    DtypeMismatchError,
+    LoadMismatchError,
+    MissingKeysError,
+    ShapeMismatchError,
+    UnsupportedTypeError,
+    WorldSizeError,
+)
+
+_MOST_NAMED: Final = 50
+"""Names that one warning spells out."""
+_MOST_REFUSED: Final = 1000
+"""Keys that one error spells out for each kind of trouble: all that somebody could still read."""
+
+
+class Trouble(Enum):
+    """A way in which a wanted key and the checkpoint do not fit: its error, what to say, and what to do about it."""
+
+    MISSING = (
+        MissingKeysError,
+        "are not in the checkpoint",
+        "Correct their names, or load what is there with StandardLoadPlanner(allow_partial_load=True).",
+    )
+    SHAPE = (ShapeMismatchError, "are stored as something else", "Build the model as it was when it was saved.")
+    HOLE = (CoverageError, "are not stored in full", "Load an earlier checkpoint.")
+    DTYPE = (
+        DtypeMismatchError,
+        "cannot be cast",
+        "Use the stored dtype, or StandardLoadPlanner(allow_dtype_cast=True).",
+    )
+    WORLD = (
+        WorldSizeError,
+        "belong to another number of ranks",
+        "Mark the target as PerRank.all(...) to be handed every rank's value.",
+    )
+    REFUSED = (UnsupportedTypeError, "cannot be loaded into", "Materialise or copy these targets first.")
+
+    def __init__(self, error: type[LoadMismatchError | UnsupportedTypeError], what: str, advice: str) -> None:
+        self.error = error
+        self.what = what
+        self.advice = advice
+
+
+class Problems:
+    """What does not fit, gathered over the whole state dict before anything is said."""
+
+    def __init__(self) -> None:
+        self._found: dict[Trouble, list[tuple[str, str]]] = {trouble: [] for trouble in Trouble}
+        self._notes: dict[Trouble, str] = {}
+
+    def add(self, trouble: Trouble, key: str, text: str) -> None:
+        """Note that `key` does not fit; `text` is what an error says of it, its name included."""
+        self._found[trouble].append((key, text))
+
+    def withdraw(self, trouble: Trouble, keys: Set[str]) -> None:
+        """These keys fit after all."""
+        self._found[trouble] = [(key, text) for key, text in self._found[trouble] if key not in keys]
+
+    def note(self, trouble: Trouble, text: str) -> None:
+        """Add `text`, a sentence about all keys of a kind, to what an error says of them."""
+        if text:
+            self._notes[trouble] = f" {text}"
+
+    def forgive(self, *troubles: Trouble) -> tuple[str, ...]:
+        """Forget these kinds, and say which keys they were about."""
+        keys = tuple(key for trouble in troubles for key, _ in self._found[trouble])
+        self._found |= {trouble: [] for trouble in troubles}
+        return keys
+
+    def raise_if_any(self) -> None:
+        """One error with everything; of the closest class when there is only one kind of problem."""
+        found = {trouble: [text for _, text in keys] for trouble, keys in self._found.items() if keys}
+        if found:
+            lines = [
+                f"{len(texts)} keys {trouble.what}: {listed(texts, most=_MOST_REFUSED)}.{self._notes.get(trouble, '')} "
+                f"{trouble.advice}"
+                for trouble, texts in found.items()
+            ]
+            raise (next(iter(found)).error if len(found) == 1 else LoadMismatchError)("; ".join(lines))
+
+
+def listed(parts: Sequence[str], *, most: int = _MOST_NAMED, separator: str = ", ") -> str:
+    """The parts as text, the first few spelled out."""
+    more = f"{separator}and {len(parts) - most} more" if len(parts) > most else ""
+    return separator.join(parts[:most]) + more

@@ -1,0 +1,190 @@
+"""One Python value as bytes, and back without running code.
+
+A blob is one of three, told apart by its first byte:
+
+    JSON          the typed JSON of `hpdcp._state._typed_json`
+    0xF8          a safetensors container: that JSON in its `__metadata__`, arrays, tensors, long bytes as its entries
+    "P"           what `torch.save` writes (a zip file), for every value that typed JSON does not know
+
+Only the last can ask for code to be run when it is read, and it is refused then unless the reader allows it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from dataclasses import dataclass
+from io import BytesIO
+from json.encoder import encode_basestring
+from math import isfinite
+from typing import Any, Final
+
+import torch
+
+from hpdcp._base.errors import (
+    CorruptCheckpointError,
+    HpdcpError,
+    LoadMismatchError,
+    UnsafePickleError,
+    UnsupportedTypeError,
+)
+from hpdcp._format.container import DTYPE_BITS, TensorEntry, build_header, parse_header
+from hpdcp._state._typed_json import (
+    MAX_DEPTH,
+    Encoder,
+    Json,
+    MissingClassError,
+    NotTypedError,
+    Part,
+    TooDeepError,
+    dumps,
+    loads,
+)
+
+_TREE: Final = "hpdcp.object"
+"""Name of the JSON in a container's metadata."""
+
+_ALIGN: Final = 256
+"""The header with its 8 bytes of length ends on a multiple of it, so the length's first byte is always 0xF8."""
+_CONTAINER: Final = _ALIGN - 8
+_PICKLE: Final = ord("P")
+
+_SWITCH: Final = "FileSystemReader(allow_pickle=True) or the configuration's `allow_pickle`"
+
+
+class PickledObjectWarning(UserWarning):
+    """A value was stored in a way that a load refuses by default, because reading it may run any code."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedObject:
+    """One value's bytes."""
+
+    data: bytes
+    pickled: bool
+    """Written by `torch.save`: equal values may then differ in their bytes (the order of a set, what shares what)."""
+
+
+def encode(value: object, *, key: str) -> EncodedObject:
+    """The bytes of `value`; equal values of equal types give equal bytes in every process, unless `pickled`.
+
+    `key` names the value in messages. Warns with PickledObjectWarning, at once, when `decode` would refuse the result
+    by default. Raises UnsupportedTypeError for what cannot be stored at all: nesting without end, and objects that
+    pickle refuses (open files, locks, lambdas).
+    """
+    # The JSON encoder takes longer to set up than these take to write.
+    if isinstance(value, str) and type(value) is str and value.isascii():
+        return EncodedObject(encode_basestring(value).encode("ascii"), False)
+    if (type(value) is float and isfinite(value)) or (type(value) is int and -(1 << 63) < value < 1 << 63):
+        return EncodedObject(repr(value).encode("ascii"), False)
+    parts: list[Part] = []
+    try:
+        tree = Encoder(parts).encode(value)
+        return EncodedObject(_pack(tree, parts) if parts else dumps(tree).encode("utf-8"), False)
+    except NotTypedError as error:
+        return _pickle(value, key, str(error))
+    except (TooDeepError, RecursionError) as error:
+        raise UnsupportedTypeError(
+            f"{key!r} is nested more than {MAX_DEPTH} levels deep, or contains itself; such a value cannot be stored. "
+            "Flatten it, or break the cycle."
+        ) from error
+
+
+def is_pickled(data: bytes) -> bool:
+    """Whether `data`, as `encode` gave it, went through pickle: then equal values need not have equal bytes."""
+    return data[:1] == bytes([_PICKLE])
+
+
+def decode(data: bytes | bytearray | memoryview, *, key: str, allow_pickle: bool = False) -> Any:
+    """The value that `encode` made `data` from. Arrays and tensors are fresh copies, tensors on the CPU.
+
+    Runs no code that `data` names, unless `allow_pickle`. `key` names the value in messages.
+
+    Raises:
+        CorruptCheckpointError: not what `encode` writes.
+        UnsafePickleError: reading it needs code to be run (a pickled class, a module to be imported), and that is
+            not allowed.
+        LoadMismatchError: a class it needs is not what it was, or is gone.
+    """
+    try:
+        if not len(data):
+            raise ValueError("it is empty")
+        if data[0] == _PICKLE:
+            return _unpickle(data, key, allow_pickle)
+        if data[0] != _CONTAINER:
+            return loads(str(data, "utf-8"), import_classes=allow_pickle)
+        return _unpack(memoryview(data), key, allow_pickle)
+    except HpdcpError:
+        raise
+    except MissingClassError as error:
+        if allow_pickle:
+            raise LoadMismatchError(f"{key!r} needs {error}. Load with the code it was saved with.") from error
+        raise UnsafePickleError(
+            f"{key!r} needs {error}, or let the load import it: {_SWITCH}, for checkpoints you trust."
+        ) from error
+    except Exception as error:
+        # Damaged bytes can end in any exception of any constructor; which one says nothing to the caller.
+        raise CorruptCheckpointError(
+            f"the stored value of {key!r} cannot be read ({type(error).__name__}: {error}): its bytes are damaged. "
+            "Load an earlier checkpoint."
+        ) from error
+
+
+def _pack(tree: Json, parts: list[Part]) -> bytes:
+    # Widest first keeps every entry aligned, which readers that map the file rely on.
+    order = sorted(range(len(parts)), key=lambda index: -DTYPE_BITS[parts[index].dtype_name])
+    entries = [
+        TensorEntry(str(index), parts[index].dtype_name, parts[index].shape, len(parts[index].data)) for index in order
+    ]
+    header, _ = build_header(entries, {_TREE: dumps(tree)}, align=_ALIGN)
+    return b"".join([header, *(parts[index].data for index in order)])
+
+
+def _unpack(data: memoryview, key: str, allow_pickle: bool) -> Any:
+    header = parse_header(data, len(data), where=f"the stored value of {key!r}")
+    found = {entry.key: data[entry.offset : entry.offset + entry.nbytes] for entry in header.entries}
+    parts = [found[str(index)] for index in range(len(found))]
+    return loads(header.metadata[_TREE], parts, import_classes=allow_pickle)
+
+
+def _pickle(value: object, key: str, kind: str) -> EncodedObject:
+    buffer = BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:  # each class has its own way of refusing
+        raise UnsupportedTypeError(
+            f"{key!r} holds a {kind}, which can be stored neither as data nor as a pickle "
+            f"({type(error).__name__}: {error}). Store what it is made of, or leave it out."
+        ) from error
+    data = buffer.getvalue()
+    try:
+        torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever stops this load stops the user's
+        warnings.warn(
+            f"{key!r} holds a {kind}, so it is stored as a pickle, which a load refuses by default because reading it "
+            f"can run any code. Store plain values, arrays or tensors instead, or load it with {_SWITCH}.",
+            PickledObjectWarning,
+            stacklevel=3,
+        )
+    return EncodedObject(data, True)
+
+
+def _unpickle(data: bytes | bytearray | memoryview, key: str, allow_pickle: bool) -> Any:
+    try:
+        return torch.load(BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+    except (ImportError, AttributeError) as error:
+        if not allow_pickle:
+            raise
+        raise LoadMismatchError(
+            f"{key!r} was pickled and needs a class that is not here ({error}). Load with the code it was saved with."
+        ) from error
+    except pickle.UnpicklingError as error:
+        if allow_pickle:
+            raise
+        # Walks the pickle's instructions without following them; raises on a damaged one.
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(BytesIO(data))
+        wanted = ", ".join(names) if names else str(error.__cause__ or error).strip().splitlines()[0]
+        raise UnsafePickleError(
+            f"{key!r} is a pickle that would run code to be read ({wanted}), and pickles are not allowed. "
+            f"If you trust whoever wrote this checkpoint: {_SWITCH}."
+        ) from error

@@ -1,0 +1,210 @@
+"""Where a value lies in a state dict: the keys to it, with their types and the kinds of containers they are steps into.
+
+A path is kept as text beside each name on record, and paths alone rebuild the nesting they were taken from.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, cast
+
+from hpdcp._base.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    LoadMismatchError,
+    StateDictError,
+    UnsupportedTypeError,
+)
+from hpdcp._state._typed_json import (
+    MAX_DEPTH,
+    Encoder,
+    Json,
+    MissingClassError,
+    NotTypedError,
+    TooDeepError,
+    class_name,
+    dumps,
+    find_class,
+    is_namedtuple,
+    loads,
+)
+
+Keys: TypeAlias = tuple[Hashable, ...]
+
+_DICT: Final = "dict"
+_LIST: Final = "list"
+_TUPLE: Final = "tuple"
+_ORDERED: Final = "OrderedDict"
+"""Kinds of step. Any other is a named tuple's `module:class`."""
+
+
+class Path(tuple[Hashable, ...]):
+    """The keys from the root to a value; equal to the plain tuple of them.
+
+    `kinds` says for each key what it is a step into: "dict", "list", "tuple", "OrderedDict", or a named tuple's
+    `module:class`. A mapping of any other class counts as a dict, a sequence as the list or tuple it derives from.
+    """
+
+    kinds: tuple[str, ...]
+
+    def __new__(cls, keys: Iterable[Hashable] = (), kinds: Iterable[str] | None = None) -> Path:
+        path = super().__new__(cls, keys)
+        path.kinds = (_DICT,) * len(path) if kinds is None else tuple(kinds)
+        if len(path.kinds) != len(path):
+            raise InvalidArgumentError(f"path {tuple(path)} has {len(path)} keys but {len(path.kinds)} kinds.")
+        return path
+
+    def __reduce__(self) -> tuple[type[Path], tuple[Keys, tuple[str, ...]]]:
+        return Path, (tuple(self), self.kinds)
+
+    def step(self, key: Hashable, kind: str) -> Path:
+        """This path and one step more."""
+        path = tuple.__new__(Path, (*self, key))
+        path.kinds = (*self.kinds, kind)
+        return path
+
+
+def fqn_of(path: Sequence[Hashable]) -> str:
+    """The name of a path.
+
+    >>> fqn_of(("optimizer", "state", 0, "exp_avg"))
+    'optimizer.state.0.exp_avg'
+    """
+    return ".".join(map(str, path))
+
+
+def encode_path(path: Sequence[Hashable]) -> str:
+    """The path as text, keys and kinds exact. UnsupportedTypeError for a key that typed JSON does not know.
+
+    A str or int key of a dict is itself; any other step is a list of the key and, unless it is a list's, the kind.
+
+    >>> encode_path(Path(("state", 0, 2, "w"), ("dict", "dict", "list", "OrderedDict")))
+    '["state",0,[2],["w","OrderedDict"]]'
+    """
+    kinds = path.kinds if isinstance(path, Path) else (_DICT,) * len(path)
+    encoder = Encoder(None)
+    steps: list[Json] = []
+    try:
+        for key, kind in zip(path, kinds, strict=True):
+            step = encoder.encode(key)
+            steps.append(step if kind == _DICT else [step] if kind == _LIST else [step, kind])
+    except (NotTypedError, TooDeepError) as error:
+        raise UnsupportedTypeError(
+            f"{fqn_of(path)!r} has a key of type {error}, which cannot be stored exactly. "
+            "Use str, int, or tuples and other plain values of them."
+        ) from error
+    return dumps(steps)
+
+
+def decode_path(text: str) -> Path:
+    """The path that `encode_path` made `text` from; CorruptCheckpointError for anything else."""
+    try:
+        steps = loads(text)
+        if type(steps) is not list or len(steps) > MAX_DEPTH:
+            raise ValueError("it is not a list of steps")
+        pairs = [_read_step(step) for step in steps]
+        path = Path((key for key, _ in pairs), (kind for _, kind in pairs))
+        hash(path)
+    except MissingClassError as error:
+        raise LoadMismatchError(f"path {text[:200]} has a key that needs {error}.") from error
+    except Exception as error:
+        # Damaged text can end in any exception of any constructor.
+        raise CorruptCheckpointError(
+            f"path {text[:200]!r} in the metadata cannot be read ({error}): it is damaged. Load an earlier checkpoint."
+        ) from error
+    return path
+
+
+def _read_step(step: Any) -> tuple[Hashable, str]:
+    if type(step) is not list:
+        return step, _DICT
+    if len(step) == 1:
+        return step[0], _LIST
+    key, kind = step
+    if type(kind) is not str:
+        raise ValueError(f"kind {kind!r} is not a name")
+    return key, kind
+
+
+def step_kind(container: object) -> str:
+    """What a step into `container` is called in a path; a tensor made of tensors counts as a dict of them."""
+    kind = type(container)
+    if kind is dict:
+        return _DICT
+    if isinstance(container, list):
+        return _LIST
+    if isinstance(container, tuple):
+        return class_name(kind) if is_namedtuple(kind) else _TUPLE
+    return _ORDERED if kind is OrderedDict else _DICT
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A container while it is rebuilt."""
+
+    kind: str
+    items: dict[Hashable, Any]
+
+    def build(self, where: Keys) -> Any:
+        values = {
+            key: item.build((*where, key)) if isinstance(item, _Branch) else item for key, item in self.items.items()
+        }
+        if self.kind == _DICT:
+            return values
+        if self.kind == _ORDERED:
+            return OrderedDict(values)
+        try:
+            listed = [values[index] for index in range(len(values))]
+        except KeyError as error:
+            raise StateDictError(
+                f"{fqn_of(where)!r} is a {self.kind} of which only the items {sorted(map(str, values))} are given: "
+                f"item {error} is missing."
+            ) from None
+        if self.kind == _LIST:
+            return listed
+        return tuple(listed) if self.kind == _TUPLE else self._named(listed, where)
+
+    def _named(self, values: list[Any], where: Keys) -> tuple[Any, ...]:
+        try:
+            found = find_class(self.kind)
+        except MissingClassError as error:
+            raise LoadMismatchError(f"{fqn_of(where)!r} needs {error}.") from error
+        if not is_namedtuple(found) or len(vars(found)["_fields"]) != len(values):
+            raise LoadMismatchError(
+                f"{fqn_of(where)!r} needs {self.kind} with {len(values)} fields, which it is not here."
+            )
+        return cast("tuple[Any, ...]", tuple.__new__(found, values))
+
+
+def build_tree(pairs: Iterable[tuple[Sequence[Hashable], Any]]) -> dict[Any, Any]:
+    """The nested state dict that has each value at its path; dicts in the order in which paths first name their keys.
+
+    Kinds come from `Path`s; a plain tuple is a path through dicts only. Tensors that were split come back as dicts.
+    Raises StateDictError when paths contradict each other or a list lacks an item, and LoadMismatchError when the class
+    of a named tuple is not imported here, or is another one.
+    """
+    root: _Branch | None = None
+    for path, value in pairs:
+        kinds = path.kinds if isinstance(path, Path) else (_DICT,) * len(path)
+        if not kinds or kinds[0] not in (_DICT, _ORDERED):
+            raise StateDictError(f"path {tuple(path)} does not start in a dict.")
+        if root is None:
+            root = _Branch(kinds[0], {})
+        branch = root
+        for depth, key in enumerate(path):
+            if branch.kind != kinds[depth]:
+                raise StateDictError(
+                    f"{fqn_of(path[:depth])!r} is a {branch.kind} on one path and a {kinds[depth]} on another."
+                )
+            if depth == len(path) - 1:
+                if key in branch.items:
+                    raise StateDictError(f"{fqn_of(path)!r} is given twice, or holds a value and other paths as well.")
+                branch.items[key] = value
+                break
+            inner = branch.items.setdefault(key, _Branch(kinds[depth + 1], {}))
+            if not isinstance(inner, _Branch):
+                raise StateDictError(f"{fqn_of(path[: depth + 1])!r} is a value, and {fqn_of(path)!r} would be inside.")
+            branch = inner
+    return {} if root is None else cast("dict[Any, Any]", root.build(()))

@@ -1,0 +1,148 @@
+"""Shared memory for staging: laid out without overlaps, reused, seen by whoever has the descriptor."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpdcp._background import _arena as arenas
+from hpdcp._background._arena import Arena, Place, Segment, copy_all, tensor_at
+from hpdcp._base.errors import StorageError
+
+MIB = 1 << 20
+
+
+@given(st.lists(st.lists(st.integers(0, 5 * MIB), max_size=12), min_size=1, max_size=4))
+def test_places_never_overlap_and_lie_inside_their_segments(saves: list[list[int]]) -> None:
+    arena = Arena()
+    try:
+        for lengths in saves:
+            places = arena.lay_out(lengths)
+            assert [place.length for place in places] == lengths
+            taken: dict[int, int] = {}
+            for place in places:
+                assert place.offset % 64 == 0
+                assert place.offset >= taken.get(place.segment, 0)
+                taken[place.segment] = place.offset + place.length
+                assert taken[place.segment] <= arena.segments[place.segment].size
+    finally:
+        arena.close()
+
+
+def test_the_memory_of_one_save_serves_the_next() -> None:
+    arena = Arena()
+    arena.lay_out([3 * MIB, 5, 0, 7 * MIB])
+    before = arena.capacity, len(arena.segments)
+    for lengths in ([3 * MIB, 5, 0, 7 * MIB], [10 * MIB], [1] * 1000, []):
+        arena.lay_out(lengths)
+    assert (arena.capacity, len(arena.segments)) == before
+    assert before == (12 * MIB, 1)
+    arena.close()
+
+
+def test_one_growing_value_does_not_gather_segments_without_end() -> None:
+    """A log that is part of the state outgrows its segment again and again."""
+    arena = Arena()
+    for size in range(1, 60):
+        arena.lay_out([size * MIB])
+    assert arena.capacity <= 4 * 60 * MIB
+    assert len(arena.segments) <= 16
+    arena.close()
+
+
+def test_another_holder_of_the_descriptor_sees_what_was_written() -> None:
+    arena = Arena()
+    (place,) = arena.lay_out([16])
+    tensor_at(arena.memory(place), torch.int32, (2, 2)).copy_(torch.tensor([[1, 2], [3, 4]]))
+    segment = arena.segments[0]
+    theirs = Segment(os.dup(segment.descriptor), segment.size, writable=False)
+    assert tensor_at(theirs.memory(place), torch.int32, (4,)).tolist() == [1, 2, 3, 4]
+    assert theirs.memory(place).readonly
+    theirs.close()
+    arena.close()
+
+
+def test_views_outlive_the_arena() -> None:
+    arena = Arena()
+    (place,) = arena.lay_out([8])
+    tensor = tensor_at(arena.memory(place), torch.int64, ())
+    tensor.fill_(7)
+    arena.close()
+    assert tensor.item() == 7
+
+
+def test_closing_gives_the_descriptors_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        arena = Arena()
+        arena.lay_out([MIB])
+        arena.close()
+        del arena
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_that_the_system_has_not_got_is_said_to_be_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, size: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(StorageError, match="async_staging_budget"):
+        Arena().lay_out([MIB])
+
+
+def test_empty_places_give_empty_tensors() -> None:
+    arena = Arena()
+    (place,) = arena.lay_out([0])
+    assert tensor_at(arena.memory(place), torch.float32, (0, 4)).shape == (0, 4)
+    arena.close()
+
+
+SOURCES = {
+    "contiguous": torch.arange(60.0).reshape(5, 12),
+    "transposed": torch.arange(60.0).reshape(5, 12).t(),
+    "stepped": torch.arange(120.0).reshape(5, 24)[:, ::2],
+    "expanded": torch.arange(5.0).reshape(5, 1).expand(5, 12),
+    "conjugate": torch.complex(torch.arange(6.0), torch.ones(6)).conj(),
+    "negated": torch.complex(torch.arange(6.0), torch.ones(6)).conj().imag,
+    "one row": torch.arange(4096.0).reshape(1, 1, 4096),
+    "0-dim": torch.tensor(3.5),
+    "empty": torch.empty(0, 3),
+    "needs grad": torch.nn.Parameter(torch.arange(4.0)),
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [16 << 20, 64], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copies_are_exact_whatever_the_strides(threads: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "spare_cores", lambda: threads)
+    monkeypatch.setattr(arenas, "_COPY_BYTES", piece_bytes)
+    targets = {
+        name: torch.full_like(source.detach().resolve_conj().contiguous(), -1) for name, source in SOURCES.items()
+    }
+    copy_all([(targets[name], source) for name, source in SOURCES.items()])
+    assert [name for name, source in SOURCES.items() if not torch.equal(targets[name], source)] == []
+
+
+def test_a_copy_that_fails_in_a_helper_fails_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = threading.get_ident()
+    failed = threading.Event()
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        if threading.get_ident() != caller:
+            failed.set()
+            raise RuntimeError("the device has gone")
+        failed.wait(10)
+
+    monkeypatch.setattr(arenas, "spare_cores", lambda: 2)
+    monkeypatch.setattr(arenas.device, "copy_into", copy)
+    with pytest.raises(RuntimeError, match="device has gone"):
+        copy_all([(torch.zeros(1), torch.ones(1))] * 3)
+
+
+def test_a_place_is_where_it_says() -> None:
+    assert Place(0, 64, 3) == Place(segment=0, offset=64, length=3)

@@ -1,0 +1,218 @@
+"""What a commit removes: the files it replaced and what dead attempts left a day ago; nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpdcp
+from hpdcp._base.errors import StorageError
+from hpdcp._files.commit import CLAIM, METADATA, Attempt, Claim
+from hpdcp._format.metadata import Metadata
+from hpdcp_backends.local import LocalBackend
+
+
+def state(value: float = 1.0) -> dict[str, object]:
+    return {"w": torch.full((4,), value), "step": int(value)}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def loaded(folder: Path, *, no_dist: bool = False) -> float:
+    found = {"w": torch.zeros(4)}
+    hpdcp.load(found, checkpoint_id=folder, no_dist=no_dist)
+    return float(found["w"][0])
+
+
+def age(*paths: Path, hours: float = 25) -> None:
+    then = time.time() - hours * 3600
+    for path in paths:
+        os.utime(path, (then, then))
+
+
+def abandon(folder: Path, attempt: str) -> list[Path]:
+    """An attempt that claims the folder, writes one file, and is never heard of again."""
+    begun = Attempt.begin(LocalBackend(str(folder)), attempt)
+    name = "_rank0_.safetensors" if begun.claim.plain else f"_rank0_.{attempt}.safetensors"
+    (folder / name).write_bytes(b"x" * 5000)
+    return [folder / name]
+
+
+def test_a_commit_removes_exactly_the_files_of_the_checkpoint_it_replaces(tmp_path: Path) -> None:
+    old = hpdcp.save(state(), checkpoint_id=tmp_path)
+    strangers = ["notes.txt", "_rank7_.safetensors", "_rank0_.bytes.bak", "model.safetensors", ".hidden"]
+    for name in strangers:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "_rank0_.d").mkdir()
+    (tmp_path / "_rank0_.d" / "_rank0_.safetensors").write_text("mine")
+    age(*(tmp_path / name for name in strangers), tmp_path / "_rank0_.d" / "_rank0_.safetensors")
+    new = hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert names(tmp_path) == {*strangers, "_rank0_.d", METADATA, CLAIM, *new.files}
+    assert not set(old.files) & set(new.files)
+    assert (tmp_path / "_rank0_.d" / "_rank0_.safetensors").read_text() == "mine"
+
+
+def test_files_of_a_dead_attempt_stay_for_a_day(tmp_path: Path) -> None:
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+    young = abandon(tmp_path, "a" * 16)
+    old = abandon(tmp_path, "b" * 16)
+    age(*young, hours=23)
+    age(*old, hours=25)
+    hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert [path.exists() for path in (*young, *old)] == [True, False]
+    age(*young, hours=25)
+    hpdcp.save(state(3.0), checkpoint_id=tmp_path)
+    assert not young[0].exists()
+
+
+def test_plain_names_of_a_dead_attempt_go_only_when_the_file_says_that_it_is_its_own(tmp_path: Path) -> None:
+    backend = LocalBackend(str(tmp_path))
+    dead = Attempt.begin(backend, "d" * 16)
+    assert dead.claim.plain
+    header = b'{"__metadata__":{"attempt":"' + b"d" * 16 + b'","rank":"0"}}'
+    (tmp_path / "_rank0_.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "_rank1_.safetensors").write_bytes(b"a user's own file that looks like ours")
+    age(tmp_path / "_rank0_.safetensors", tmp_path / "_rank1_.safetensors")
+    new = hpdcp.save(state(), checkpoint_id=tmp_path)
+    assert names(tmp_path) == {METADATA, CLAIM, "_rank1_.safetensors", *new.files}
+
+
+def test_files_of_attempts_that_the_claim_does_not_name_stay(tmp_path: Path) -> None:
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+    unknown = tmp_path / "_rank0_.0123456789abcdef.safetensors"
+    unknown.write_bytes(b"z")
+    age(unknown, hours=1000)
+    hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert unknown.exists()
+
+
+def test_an_attempt_ended_between_its_commit_and_its_clean_up_leaves_that_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = hpdcp.save(state(), checkpoint_id=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Attempt, "_clean_up", lambda *_: None)
+        middle = hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert set(old.files) < names(tmp_path)
+    new = hpdcp.save(state(3.0), checkpoint_id=tmp_path)
+    assert names(tmp_path) == {METADATA, CLAIM, *new.files}, middle.files
+
+
+def test_keep_replaced_for_delays_the_removal(tmp_path: Path) -> None:
+    with hpdcp.config.using(keep_replaced_for=3600.0):
+        first = hpdcp.save(state(), checkpoint_id=tmp_path)
+        reader = hpdcp.FileSystemReader(tmp_path)
+        known = reader.load_metadata()
+        second = hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+        third = hpdcp.save(state(3.0), checkpoint_id=tmp_path)
+    assert {*first.files, *second.files, *third.files} < names(tmp_path)
+    assert set(known.files) <= names(tmp_path)
+    claim = Claim.from_bytes((tmp_path / CLAIM).read_bytes())
+    assert claim is not None and {key for key, _ in claim.replaced} == {*first.files, *second.files}
+    fields = json.loads((tmp_path / CLAIM).read_bytes())
+    fields["replaced"] = [[key, since - 3601] for key, since in fields["replaced"] if key in first.files] + [
+        pair for pair in fields["replaced"] if pair[0] in second.files
+    ]
+    (tmp_path / CLAIM).write_text(json.dumps(fields))
+    with hpdcp.config.using(keep_replaced_for=3600.0):
+        fourth = hpdcp.save(state(4.0), checkpoint_id=tmp_path)
+    assert names(tmp_path) == {METADATA, CLAIM, *second.files, *third.files, *fourth.files}
+    fifth = hpdcp.save(state(5.0), checkpoint_id=tmp_path)
+    assert names(tmp_path) == {METADATA, CLAIM, *fifth.files}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"attempt": "a", "plain": true, "began": 1e999, "superseded": [], "replaced": [["k", 1' + b"0" * 400 + b"]]}",
+        b'{"attempt": "a", "plain": true, "began": {}, "superseded": 3, "replaced": {}}',
+        b'{"attempt": "a", "plain": true, "began": 1, "superseded": [], "replaced": [], "replacing": 7}',
+    ],
+)
+def test_a_damaged_claim_stops_no_save_and_removes_nothing(tmp_path: Path, text: bytes) -> None:
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+    (tmp_path / "_rank3_.safetensors").write_text("mine")
+    age(tmp_path / "_rank3_.safetensors")
+    (tmp_path / CLAIM).write_bytes(text)
+    new = hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert names(tmp_path) == {METADATA, CLAIM, "_rank3_.safetensors", *new.files}
+
+
+@pytest.mark.parametrize("key", ["../outside.txt", "/etc/hostname", METADATA, CLAIM, "a\0b", "sub/../../outside.txt"])
+def test_a_hostile_claim_or_metadata_removes_nothing_but_data_files(tmp_path: Path, key: str) -> None:
+    folder = tmp_path / "ckpt"
+    outside = tmp_path / "outside.txt"
+    outside.write_text("precious")
+    hpdcp.save(state(), checkpoint_id=folder)
+    fields = json.loads((folder / CLAIM).read_bytes())
+    fields |= {"replaced": [[key, 0.0]], "replacing": [key], "superseded": [["../outside", True], ["", True]]}
+    (folder / CLAIM).write_text(json.dumps(fields))
+    new = hpdcp.save(state(2.0), checkpoint_id=folder)
+    assert outside.read_text() == "precious"
+    assert names(folder) == {METADATA, CLAIM, *new.files}
+    target = state(-1.0)
+    hpdcp.load(target, checkpoint_id=folder)
+    assert target["step"] == 2
+
+
+def test_a_damaged_metadata_is_replaced_and_its_files_are_left(tmp_path: Path) -> None:
+    old = hpdcp.save(state(), checkpoint_id=tmp_path)
+    data = bytearray((tmp_path / METADATA).read_bytes())
+    data[20] ^= 0xFF
+    (tmp_path / METADATA).write_bytes(data)
+    new = hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert names(tmp_path) == {METADATA, CLAIM, *old.files, *new.files}
+    assert Metadata.from_bytes((tmp_path / METADATA).read_bytes(), where="x").files == new.files
+
+
+def test_what_a_writer_that_was_killed_while_publishing_left_goes_after_a_day(tmp_path: Path) -> None:
+    old, young, mine = tmp_path / ".hpdcp-tmp-0a", tmp_path / ".hpdcp-tmp-0b", tmp_path / ".hpdcp.tmp"
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+    for path in (old, young, mine):
+        path.write_text("half")
+    age(old, mine)
+    hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert not old.exists()
+    assert young.exists()
+    assert mine.exists()
+
+
+def test_a_save_whose_clean_up_fails_keeps_what_it_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise KeyError("an answer without the field that all others have")
+
+    monkeypatch.setattr(LocalBackend, "remove_leftovers", refuse)
+    hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert loaded(tmp_path) == 2.0
+
+
+def test_a_rank_alone_whose_old_files_cannot_be_removed_keeps_what_it_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = hpdcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
+    delete = LocalBackend.delete
+
+    def fail_once(self: LocalBackend, keys: Iterable[str]) -> None:
+        monkeypatch.setattr(LocalBackend, "delete", delete)
+        raise StorageError(f"cannot delete {sorted(keys)}: the store is away for a moment")
+
+    monkeypatch.setattr(LocalBackend, "delete", fail_once)
+    hpdcp.save(state(2.0), checkpoint_id=tmp_path, no_dist=True)
+    assert loaded(tmp_path, no_dist=True) == 2.0
+    assert set(old.files) <= names(tmp_path)
