@@ -1,7 +1,7 @@
 """Writes configuration.md beside it, from the docstrings of `hpdcp.config` and of the backends: `make docs`.
 
-Nothing about a key is written here but an example value. `tests/unit/_base/test_config_reference.py` compares the page with
-what this would write.
+Nothing about a key is written here but an example value. `tests/unit/_base/test_config_reference.py` compares the page
+with what this would write.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ from hpdcp._convert.tensor_streams import FillTargets, StoredTensors, Wanted
 from hpdcp._files.filesystem_storage import FileSystemReader
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
-from hpdcp._manage._value_differences import Flow, Tally, ValueDifference
+from hpdcp._manage._value_differences import Flow, Tally
+from hpdcp._manage._value_differences import ValueDifference as ValueDifference
 from hpdcp._plan.planner import LoadPlan, ReadItem
 from hpdcp._state import objects
 from hpdcp._state.geometry import Box

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from hpdcp._base import progress
 from hpdcp._files.filesystem_storage import FileSystemReader
-from hpdcp._manage._value_differences import ValueDifference
-from hpdcp._manage.compare import Aspect, Comparison, Difference, compare_checkpoints
+from hpdcp._manage.compare import Aspect, Comparison, Difference, ValueDifference, compare_checkpoints
 from hpdcp.commands.options import (
     AsJson,
     BackendA,
