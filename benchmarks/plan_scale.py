@@ -56,7 +56,7 @@ def our_plans(kind: str, ranks: int, items: int) -> list[bytes]:
     import numpy as np
 
     from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable, ends_of
-    from hpdcp._plan.planner import SavePlan
+    from hpdcp._plan.save_plan import SavePlan
 
     table: EntryTable | None = None
     plans = []
@@ -85,9 +85,9 @@ def our_plans(kind: str, ranks: int, items: int) -> list[bytes]:
 
 
 def run_ours(kind: str, ranks: int, items: int) -> dict[str, float]:
-    from hpdcp._plan.planner import SavePlan
     from hpdcp._plan.replicas import drop_duplicates
-    from hpdcp._plan.storage import WholePlan
+    from hpdcp._plan.save_plan import SavePlan
+    from hpdcp._plan.whole_plan import WholePlan
 
     arrived = our_plans(kind, ranks, items)
     clock = harness.Clock()

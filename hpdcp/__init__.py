@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from hpdcp._engine.optimizer_state import allocate_optimizer_state as allocate_optimizer_state
     from hpdcp._engine.verbs import load as load
     from hpdcp._engine.verbs import save as save
-    from hpdcp._files.filesystem_storage import FileSystemReader as FileSystemReader
-    from hpdcp._files.filesystem_storage import FileSystemWriter as FileSystemWriter
     from hpdcp._files.huggingface_names import Part as Part
     from hpdcp._files.huggingface_reader import HuggingFaceReader as HuggingFaceReader
+    from hpdcp._files.reader import FileSystemReader as FileSystemReader
+    from hpdcp._files.writer import FileSystemWriter as FileSystemWriter
     from hpdcp._format.metadata import CHUNK_INFO as CHUNK_INFO
     from hpdcp._format.metadata import ChunkInfo as ChunkInfo
     from hpdcp._format.metadata import ChunkStorageMetadata as ChunkStorageMetadata
@@ -44,8 +44,8 @@ _HOMES: Final = {
     "CHUNK_INFO": "_format.metadata",
     "ChunkInfo": "_format.metadata",
     "ChunkStorageMetadata": "_format.metadata",
-    "FileSystemReader": "_files.filesystem_storage",
-    "FileSystemWriter": "_files.filesystem_storage",
+    "FileSystemReader": "_files.reader",
+    "FileSystemWriter": "_files.writer",
     "HuggingFaceReader": "_files.huggingface_reader",
     "Metadata": "_format.metadata",
     "Part": "_files.huggingface_names",

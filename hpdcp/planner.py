@@ -8,13 +8,8 @@ from hpdcp._plan.load_plan import (
     LoadTarget,
     ReadItem,
 )
-from hpdcp._plan.planner import (
-    LoadPlanner,
-    PlannerContext,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from hpdcp._plan.planner import LoadPlanner, PlannerContext, SavePlanner
+from hpdcp._plan.save_plan import SavePlan, WriteItem
 
 __all__ = [
     "EntryKind",

@@ -4,14 +4,8 @@ from hpdcp._files.safetensors_layout import (
     block_checksums,
     byte_pieces,
 )
-from hpdcp._plan.storage import (
-    FileRecord,
-    RankMetadata,
-    StorageReader,
-    StorageWriter,
-    WriteResult,
-    WriteResults,
-)
+from hpdcp._plan.storage import RankMetadata, StorageReader, StorageWriter
+from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
 
 __all__ = [
     "FileRecord",

@@ -22,8 +22,8 @@ from hpdcp._format.columns import (
     take_runs,
 )
 from hpdcp._format.metadata import Metadata
-from hpdcp._plan.planner import HandOver, SavePlan
-from hpdcp._plan.storage import entry_rows
+from hpdcp._plan.save_plan import HandOver, SavePlan
+from hpdcp._plan.whole_plan import entry_rows
 from hpdcp._state.geometry import Box
 from hpdcp._state.paths import decode_path
 from hpdcp_backends._zarr_grid import Cell, cells, cells_inside, chunk_shape

@@ -27,7 +27,8 @@ from hpdcp._devices import device
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
 from hpdcp._format.container import StringColumn
 from hpdcp._format.metadata import HEAD_BYTES, NO_CHECKSUMS, Metadata, StorageTable
-from hpdcp._plan.planner import LoadPlanner, ReadItem
+from hpdcp._plan.load_plan import ReadItem
+from hpdcp._plan.planner import LoadPlanner
 from hpdcp._state.paths import decode_path, encode_path, fqn_of
 from hpdcp_backends._zarr_metadata import NODE, ZARR_NAMES
 

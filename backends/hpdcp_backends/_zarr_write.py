@@ -16,7 +16,7 @@ from hpdcp._base.backend import Backend
 from hpdcp._base.errors import KeyExistsError, SupersededError
 from hpdcp._files.safetensors_layout import BlockChecksums, byte_pieces
 from hpdcp._format.metadata import HEAD_BYTES, StorageInfo
-from hpdcp._plan.storage import FileRecord, WriteResult
+from hpdcp._plan.write_results import FileRecord, WriteResult
 from hpdcp_backends._zarr_codecs import Compression
 
 STREAMED_BYTES: Final = 32 << 20

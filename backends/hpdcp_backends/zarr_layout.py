@@ -27,8 +27,10 @@ from hpdcp._files.read_engine import BoxRead, Checker, in_parallel, read_boxes, 
 from hpdcp._files.safetensors_layout import SafetensorsLayout, byte_pieces, check_files
 from hpdcp._format.columns import EntryKind, EntryTable
 from hpdcp._format.metadata import Metadata, StorageInfo
-from hpdcp._plan.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
-from hpdcp._plan.storage import FileRecord, WriteResults
+from hpdcp._plan.load_plan import ReadItem
+from hpdcp._plan.planner import LoadPlanner, SavePlanner
+from hpdcp._plan.save_plan import SavePlan
+from hpdcp._plan.write_results import FileRecord, WriteResults
 from hpdcp._state.geometry import Box, relative
 from hpdcp_backends import _zarr_groups
 from hpdcp_backends._zarr_arrange import arrange, itemsize_of, paths_of, steps_of

@@ -19,11 +19,12 @@ from hpdcp._background._staging import StagedState
 from hpdcp._base.config import Config
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._comm import mailbox
-from hpdcp._files.filesystem_storage import FileSystemWriter
 from hpdcp._files.folder_save import SaveIdentity
+from hpdcp._files.writer import FileSystemWriter
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._plan.plan_cache import CachedPlan
-from hpdcp._plan.planner import SavePlan, SavePlanner
+from hpdcp._plan.planner import SavePlanner
+from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.standard_planner import StandardSavePlanner
 from hpdcp._plan.storage import StorageWriter
 

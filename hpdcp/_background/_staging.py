@@ -23,7 +23,8 @@ from hpdcp._devices.staging import DeviceCopies
 from hpdcp._format.columns import I64, EntryKind
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import Metadata, MetadataIndex, PerRank
-from hpdcp._plan.planner import PlannerContext, SavePlan, SavePlanner, WriteItem
+from hpdcp._plan.planner import PlannerContext, SavePlanner
+from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._state.geometry import Box, intersect, relative
 
 

@@ -35,12 +35,13 @@ from hpdcp._base.errors import HpdcpError, InvalidArgumentError, NotSupportedErr
 from hpdcp._base.timing import log_message, timed
 from hpdcp._comm import process_group
 from hpdcp._engine.save import plan_key
-from hpdcp._files.filesystem_storage import open_writer
 from hpdcp._files.folder_save import SaveIdentity, next_ordinal
+from hpdcp._files.writer import open_writer
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS, CachedPlan
-from hpdcp._plan.planner import PlannerContext, SavePlan, SavePlanner
+from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.replicas import SMALL_REPLICA_BYTES
+from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.standard_planner import StandardSavePlanner
 from hpdcp._plan.storage import StorageWriter
 

@@ -39,7 +39,8 @@ from hpdcp._engine.save import plan_key, save_state
 from hpdcp._files.commit import METADATA, read_or_none
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS
-from hpdcp._plan.planner import PlannerContext, SavePlan, SavePlanner
+from hpdcp._plan.planner import PlannerContext, SavePlanner
+from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.standard_planner import StandardSavePlanner
 from hpdcp._plan.storage import StorageWriter
 

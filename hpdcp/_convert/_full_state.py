@@ -16,10 +16,10 @@ import torch
 from hpdcp._base import progress
 from hpdcp._convert.tensor_streams import FillTargets, StoredTensors, Wanted
 from hpdcp._devices import device
-from hpdcp._files.filesystem_storage import FileSystemReader
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
-from hpdcp._plan.planner import LoadPlan, ReadItem
+from hpdcp._plan.load_plan import LoadPlan, ReadItem
 from hpdcp._state import objects
 from hpdcp._state.geometry import Box
 from hpdcp._state.paths import Path, build_tree, decode_path

@@ -15,8 +15,9 @@ from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._convert.tensor_streams import Parts, StoredTensors, Wanted
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
-from hpdcp._plan.planner import PlannerContext, SavePlan, SavePlanner, WriteItem
+from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.replicas import drop_duplicates
+from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._state.geometry import Box
 
 _LEAST_SHARE: Final = 64 << 20

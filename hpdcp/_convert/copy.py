@@ -25,11 +25,13 @@ from hpdcp._convert.locations import (
 from hpdcp._convert.tensor_streams import FillTargets, StoredTensors
 from hpdcp._convert.transform import Conversion
 from hpdcp._engine.save import save_state
-from hpdcp._files.filesystem_storage import FileSystemReader, FileSystemWriter
+from hpdcp._files.reader import FileSystemReader
+from hpdcp._files.writer import FileSystemWriter
 from hpdcp._format.columns import EntryKind, concat_chunks
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan.load_plan import LoadPlan, ReadItem
-from hpdcp._plan.planner import PlannerContext, SavePlan, WriteItem
+from hpdcp._plan.planner import PlannerContext
+from hpdcp._plan.save_plan import SavePlan, WriteItem
 
 
 def convert_dcp_to_dcp(

@@ -22,10 +22,10 @@ from hpdcp._comm.exchange import Exchange
 from hpdcp._engine.load import find_metadata
 from hpdcp._files import registry
 from hpdcp._files.commit import METADATA, rank_of_metadata_key
-from hpdcp._files.filesystem_storage import FileSystemReader
 from hpdcp._files.huggingface_folder import INDEX, WEIGHTS
 from hpdcp._files.huggingface_names import ORIGIN, NameMapping
 from hpdcp._files.huggingface_reader import HuggingFaceReader
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.metadata import Metadata
 
 Options: TypeAlias = Mapping[str, Any] | None

@@ -29,11 +29,12 @@ from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import CheckpointReplacedError, CorruptCheckpointError, CoverageError, UnsupportedTypeError
 from hpdcp._devices import device
 from hpdcp._files import registry
-from hpdcp._files.filesystem_storage import FileSystemReader
 from hpdcp._files.layout import Verify
 from hpdcp._files.read_engine import BoxRead, Checker, in_parallel, read_boxes
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.metadata import Metadata, MetadataIndex, StorageInfo
-from hpdcp._plan.planner import LoadPlan, LoadPlanner, PlannerContext, ReadItem
+from hpdcp._plan.load_plan import LoadPlan, ReadItem
+from hpdcp._plan.planner import LoadPlanner, PlannerContext
 from hpdcp._plan.stored_index import Stored
 from hpdcp._state.geometry import Box, flat_start, is_contiguous, missing, relative
 

@@ -55,12 +55,14 @@ from hpdcp._convert.selection import NameOf, Rules, as_dtype, natural_key, selec
 from hpdcp._convert.tensor_streams import StoredTensors
 from hpdcp._engine.save import save_state
 from hpdcp._files import registry
-from hpdcp._files.filesystem_storage import FileSystemReader, FileSystemWriter
 from hpdcp._files.huggingface_names import NameMapping
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._files.safetensors_layout import byte_pieces
+from hpdcp._files.writer import FileSystemWriter
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata
-from hpdcp._plan.planner import SavePlanner, WriteItem
+from hpdcp._plan.planner import SavePlanner
+from hpdcp._plan.save_plan import WriteItem
 from hpdcp._plan.standard_planner import StandardSavePlanner
 from hpdcp._state.tree import flatten_state_dict
 

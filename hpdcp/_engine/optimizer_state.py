@@ -22,7 +22,7 @@ from hpdcp._base.errors import InvalidArgumentError, LoadMismatchError, MissingK
 from hpdcp._base.timing import timed
 from hpdcp._comm.process_group import open_exchange
 from hpdcp._engine.load import find_metadata
-from hpdcp._files.filesystem_storage import open_reader
+from hpdcp._files.reader import open_reader
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import CHUNK_INFO, Metadata
 from hpdcp._plan.storage import StorageReader

@@ -21,9 +21,12 @@ from hpdcp._format.columns import EntryKind
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS, CachedPlan
-from hpdcp._plan.planner import PlannerContext, SavePlan, SavePlanner
+from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.replicas import ReplicaReport, check_left_out, check_replicas, left_to_others
-from hpdcp._plan.storage import StorageWriter, WholePlan, WriteResults, held_boxes, join_results
+from hpdcp._plan.save_plan import SavePlan
+from hpdcp._plan.storage import StorageWriter
+from hpdcp._plan.whole_plan import WholePlan, held_boxes, join_results
+from hpdcp._plan.write_results import WriteResults
 from hpdcp._state.objects import is_pickled
 
 _ID_BYTES: Final = 8

@@ -15,7 +15,8 @@ from hpdcp._broadcast.decision import DEFAULT_BATCH_BYTES, SharingOptions
 from hpdcp._comm.process_group import open_exchange
 from hpdcp._engine.load import load_state
 from hpdcp._engine.save import save_state
-from hpdcp._files.filesystem_storage import open_reader, open_writer
+from hpdcp._files.reader import open_reader
+from hpdcp._files.writer import open_writer
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.planner import LoadPlanner, SavePlanner
 from hpdcp._plan.standard_planner import StandardLoadPlanner, StandardSavePlanner

@@ -26,8 +26,9 @@ from hpdcp._files.commit import (
 )
 from hpdcp._files.layout import FileNaming, Layout
 from hpdcp._format.metadata import Metadata
-from hpdcp._plan.planner import PlannerContext, SavePlan, SavePlanner
-from hpdcp._plan.storage import WriteResults
+from hpdcp._plan.planner import PlannerContext, SavePlanner
+from hpdcp._plan.save_plan import SavePlan
+from hpdcp._plan.write_results import WriteResults
 
 _ordinals: dict[tuple[str, str, int], itertools.count[int]] = {}
 """(run, folder, world size) → this process's saves there that are counted at the door, so that all ranks agree."""

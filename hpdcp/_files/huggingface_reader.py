@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpdcp._files.filesystem_storage import FileSystemReader
 from hpdcp._files.huggingface_folder import read_weights
 from hpdcp._files.huggingface_names import NameMapping, Names, weights_metadata
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.storage import RankMetadata
 

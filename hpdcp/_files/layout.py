@@ -12,8 +12,10 @@ from hpdcp._base.backend import Backend
 from hpdcp._base.errors import NotSupportedError
 from hpdcp._format.columns import EntryTable
 from hpdcp._format.metadata import Metadata
-from hpdcp._plan.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
-from hpdcp._plan.storage import FileRecord, WriteResults
+from hpdcp._plan.load_plan import ReadItem
+from hpdcp._plan.planner import LoadPlanner, SavePlanner
+from hpdcp._plan.save_plan import SavePlan
+from hpdcp._plan.write_results import FileRecord, WriteResults
 
 
 class Verify(Enum):

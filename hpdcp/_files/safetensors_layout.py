@@ -29,8 +29,10 @@ from hpdcp._files.read_engine import BoxRead, Checker, for_each_file, read_boxes
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.container import MAX_HEADER_BYTES, TORCH_NAMES, TensorEntry, build_header
 from hpdcp._format.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata, StorageInfo
-from hpdcp._plan.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from hpdcp._plan.storage import FileRecord, WriteResult, WriteResults
+from hpdcp._plan.load_plan import ReadItem
+from hpdcp._plan.planner import LoadPlanner, SavePlanner
+from hpdcp._plan.save_plan import SavePlan, WriteItem
+from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
 from hpdcp._state.geometry import Box
 
 VIEW_BYTES: Final = 512 << 10

@@ -24,12 +24,12 @@ from hpdcp._comm.exchange import Alone
 from hpdcp._convert.locations import metadata_of
 from hpdcp._convert.selection import natural_key
 from hpdcp._convert.tensor_streams import FillTargets, StoredTensors, Wanted
-from hpdcp._files.filesystem_storage import FileSystemReader
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._manage._value_differences import Flow, Tally
 from hpdcp._manage._value_differences import ValueDifference as ValueDifference
-from hpdcp._plan.planner import LoadPlan, ReadItem
+from hpdcp._plan.load_plan import LoadPlan, ReadItem
 from hpdcp._state import objects
 from hpdcp._state.geometry import Box
 

@@ -21,8 +21,8 @@ import numpy as np
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CheckpointNotFoundError, IncompleteCheckpointError, StorageError
 from hpdcp._files.commit import METADATA, rank_metadata_key
-from hpdcp._files.filesystem_storage import FileSystemReader
 from hpdcp._files.huggingface_folder import INDEX, WEIGHTS
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._files.registry import layout_of_marks
 from hpdcp._format.columns import I64, EntryKind
 from hpdcp._format.container import PREFIX_BYTES, parse_header

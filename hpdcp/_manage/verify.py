@@ -17,7 +17,7 @@ import numpy as np
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError, NotSupportedError
 from hpdcp._files.commit import CLAIM, Claim, rank_of_metadata_key, read_or_none
-from hpdcp._files.filesystem_storage import FileSystemReader
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.columns import starts_of
 from hpdcp._format.container import parse_header
 from hpdcp._format.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata

@@ -28,7 +28,7 @@ from hpdcp._format.columns import (
     take_strings,
 )
 from hpdcp._format.container import StringColumn
-from hpdcp._plan.planner import SavePlan
+from hpdcp._plan.save_plan import SavePlan
 
 _Rows: TypeAlias = npt.NDArray[np.integer]
 _MOST_NAMED: Final = 20

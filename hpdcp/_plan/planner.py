@@ -1,4 +1,4 @@
-"""Plans, their items, and the two contracts that decide what is saved and what is loaded.
+"""The two contracts that decide what is saved and what is loaded.
 
 A planner decides *what*; it never meets a file. A storage writer or reader executes the plan and never meets the
 state dict: it asks the planner for each item's memory.
@@ -7,26 +7,17 @@ state dict: it asks the planner for each item's memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
 
-from hpdcp._format.columns import (
-    I64,
-    ChunkTable,
-    Columns,
-    Entry,
-    EntryKind,
-    EntryTable,
-    column,
-)
-from hpdcp._format.container import pack_columns, unpack_columns
-from hpdcp._format.metadata import Metadata, MetadataIndex
-from hpdcp._plan.load_plan import LoadPlan, LoadTarget, ReadItem, SharedPart
+from hpdcp._format.columns import I64
+from hpdcp._format.metadata import Metadata
+from hpdcp._plan.load_plan import LoadPlan, ReadItem
+from hpdcp._plan.save_plan import SavePlan, WriteItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,273 +31,6 @@ class PlannerContext:
     """Whether the ranks' plans are made into one; False: each rank saves or loads for itself."""
     allow_pickle: bool = False
     """Whether a load may unpickle objects, which can run code from the checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriteItem:
-    """One chunk of a tensor, or one object, to store."""
-
-    index: MetadataIndex
-    kind: EntryKind
-    """TENSOR or OBJECT."""
-    nbytes: int
-    """Exactly what will be stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """What a rank gives to others before anything is written, and takes from them.
-
-    For layouts that store boxes which no rank holds all of: each rank puts its part of such boxes into a file, and once
-    all have done so, the rank that writes a box takes its parts from these files.
-    """
-
-    given: ChunkTable
-    """Boxes of what this rank holds, one after another in its file."""
-    taken: ChunkTable
-    """Parts of items of the plan; those of one item together are all of it."""
-    item: I64
-    """For each of `taken`, the row of the plan it is a part of."""
-    source: I64
-    """For each of `taken`, the rank whose file it is in."""
-    offset: I64
-    """For each of `taken`, its first byte there."""
-
-    def of_items(self, rows: I64) -> HandOver:
-        """What the items in these rows take, as rows of the plan that has only them; nothing is given."""
-        position = np.full(int(max(self.item.max(initial=-1), rows.max(initial=-1))) + 1, -1, dtype=np.int64)
-        position[rows] = np.arange(len(rows))
-        kept = np.flatnonzero(position[self.item] >= 0)
-        return HandOver(
-            self.given.rows(0, 0),
-            self.taken.take(kept),
-            position[self.item[kept]],
-            self.source[kept],
-            self.offset[kept],
-        )
-
-    def to_columns(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
-        """Named arrays, from which `from_columns` makes it again."""
-        return {
-            **self.given.to_columns("given."),
-            **self.taken.to_columns("taken."),
-            "taken.item": self.item,
-            "taken.source": self.source,
-            "taken.at": self.offset,
-        }
-
-    @classmethod
-    def from_columns(cls, columns: Columns) -> HandOver:
-        return cls(
-            ChunkTable.from_columns(columns, "given."),
-            ChunkTable.from_columns(columns, "taken."),
-            column(columns, "taken.item", np.int64),
-            column(columns, "taken.source", np.int64),
-            column(columns, "taken.at", np.int64),
-        )
-
-
-class SavePlan:
-    """What one rank has on record and what it writes. Immutable; held as columns.
-
-    `entries` may hold names without items: a tensor whose shard on this rank is empty is recorded all the same.
-    """
-
-    def __init__(
-        self,
-        entries: EntryTable,
-        chunks: ChunkTable,
-        nbytes: I64,
-        storage_data: Mapping[str, str] | None = None,
-        *,
-        split: ChunkTable | None = None,
-        hand_over: HandOver | None = None,
-        notes: Columns | None = None,
-    ) -> None:
-        self.entries = entries
-        self.chunks = chunks
-        """The items' boxes; `chunks.entry` is a row of `entries`."""
-        self.nbytes = nbytes
-        """What each item takes; -1 for an object of a cached plan, whose length is not known before it is encoded."""
-        self.storage_data: Mapping[str, str] = storage_data or {}
-        """What the coordinator's storage writer tells this rank's; planners pass it on untouched."""
-        self.split = split
-        """The parts of this rank's boxes that several ranks write a part each of, whoever writes them."""
-        self.hand_over = hand_over
-        """What passes between ranks first, where the layout has a rank write boxes that several hold parts of."""
-        self.notes: Columns = notes or {}
-        """Columns of numbers in which the coordinator's layout tells this rank's more about the entries."""
-        self._origin: tuple[SavePlan, I64] | None = None
-
-    @classmethod
-    def build(cls, entries: Sequence[Entry], items: Sequence[WriteItem]) -> SavePlan:
-        """A plan of these items; each item's (fqn, owner) must be among `entries`."""
-        row = {(entry.fqn, entry.owner): i for i, entry in enumerate(entries)}
-        return cls(
-            EntryTable.from_entries(entries),
-            ChunkTable.from_boxes(
-                [row[item.index.fqn, item.index.owner] for item in items],
-                [(item.index.offsets, item.index.sizes) for item in items],
-            ),
-            np.array([item.nbytes for item in items], dtype=np.int64),
-        )
-
-    @property
-    def items(self) -> Sequence[WriteItem]:
-        """The items in order, each made when it is looked at."""
-        return _LazyItems(self)
-
-    def item(self, row: int) -> WriteItem:
-        """Item number `row`."""
-        return WriteItem(
-            self.index_of(self.chunks, row),
-            EntryKind(int(self.entries.kinds[int(self.chunks.entry[row])])),
-            int(self.nbytes[row]),
-        )
-
-    def index_of(self, chunks: ChunkTable, row: int) -> MetadataIndex:
-        """The name of one of `chunks`, which may be other boxes of the same entries."""
-        entry = int(chunks.entry[row])
-        owner = int(self.entries.owners[entry])
-        return MetadataIndex(self._fqns[entry], *chunks.box(row), None if owner < 0 else owner)
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-    def select(self, rows: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> SavePlan:
-        """The same names, these items only."""
-        passed = None if self.hand_over is None else self.hand_over.of_items(np.asarray(rows, dtype=np.int64))
-        selected = SavePlan(
-            self.entries,
-            self.chunks.take(rows),
-            self.nbytes[rows],
-            self.storage_data,
-            hand_over=passed,
-            notes=self.notes,
-        )
-        selected._origin = (self, np.asarray(rows, dtype=np.int64))
-        return selected
-
-    def with_storage_data(self, storage_data: Mapping[str, str]) -> SavePlan:
-        """The same plan, carrying `storage_data`."""
-        return self._changed(self.nbytes, storage_data)
-
-    def with_nbytes(self, nbytes: I64) -> SavePlan:
-        """The same items, of these lengths."""
-        return self._changed(nbytes, self.storage_data)
-
-    def without_object_lengths(self) -> SavePlan:
-        """The plan as it is cached: an object may be encoded to another length by the next save."""
-        objects = self.entries.kinds[self.chunks.entry] == EntryKind.OBJECT
-        return self.with_nbytes(np.where(objects, np.int64(-1), self.nbytes))
-
-    def put_together(self) -> I64:
-        """Rows of the items that are made of what ranks hand over, and that the planner is not asked for."""
-        return np.zeros(0, dtype=np.int64) if self.hand_over is None else np.unique(self.hand_over.item)
-
-    def handed(self) -> SavePlan:
-        """What this rank hands over, as a plan of its own."""
-        assert self.hand_over is not None
-        given = self.hand_over.given
-        itemsize = np.array([_itemsize(name) for name in self.entries.dtype_names], dtype=np.int64)
-        nbytes = given.volumes() * itemsize[self.entries.dtype_codes[given.entry]]
-        return SavePlan(self.entries, given, nbytes, self.storage_data)
-
-    def has_items_of(self, other: SavePlan) -> bool:
-        """Whether this is `other` with other `storage_data` at most."""
-        return self.entries is other.entries and self.chunks is other.chunks and self.nbytes is other.nbytes
-
-    def rows_in(self, plan: SavePlan) -> I64 | None:
-        """Which items of `plan` these are, where they were selected from it; else None."""
-        return self._origin[1] if self._origin is not None and self._origin[0] is plan else None
-
-    def to_bytes(self) -> bytes:
-        """For the exchange between ranks: columns, no pickle."""
-        return pack_columns({**self.entries.to_columns(), **self._item_columns()}, self.storage_data)
-
-    @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> SavePlan:
-        columns, storage_data = unpack_columns(data, where="a save plan")
-        return cls._from_items(EntryTable.from_columns(columns), columns, storage_data)
-
-    def to_part(self, local: SavePlan) -> bytes:
-        """As `to_bytes`, for the rank that has `local`: without what it can take from there."""
-        rows = self.rows_in(local)
-        if rows is not None:
-            return pack_columns({"part.rows": rows}, self.storage_data)
-        if self.entries is local.entries:
-            return pack_columns(self._item_columns(), self.storage_data)
-        return self.to_bytes()
-
-    @classmethod
-    def from_part(cls, data: bytes | memoryview, local: SavePlan) -> SavePlan:
-        """What `to_part` wrote for the rank that has `local`."""
-        columns, storage_data = unpack_columns(data, where="a rank's part of a save plan")
-        if "part.rows" in columns:
-            return local.select(column(columns, "part.rows", np.int64)).with_storage_data(storage_data)
-        entries = EntryTable.from_columns(columns) if "entry.kind" in columns else local.entries
-        return cls._from_items(entries, columns, storage_data)
-
-    def _item_columns(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
-        split = {} if self.split is None else self.split.to_columns("split.")
-        passed = {} if self.hand_over is None else self.hand_over.to_columns()
-        notes = {f"note.{name}": values for name, values in self.notes.items()}
-        return {**self.chunks.to_columns(), "item.nbytes": self.nbytes, **split, **passed, **notes}
-
-    @classmethod
-    def _from_items(cls, entries: EntryTable, columns: Columns, storage_data: Mapping[str, str]) -> SavePlan:
-        return cls(
-            entries,
-            ChunkTable.from_columns(columns),
-            column(columns, "item.nbytes", np.int64),
-            storage_data,
-            split=ChunkTable.from_columns(columns, "split.") if "split.entry" in columns else None,
-            hand_over=HandOver.from_columns(columns) if "given.entry" in columns else None,
-            notes={name.removeprefix("note."): values for name, values in columns.items() if name.startswith("note.")},
-        )
-
-    def _changed(self, nbytes: I64, storage_data: Mapping[str, str]) -> SavePlan:
-        changed = SavePlan(
-            self.entries,
-            self.chunks,
-            nbytes,
-            storage_data,
-            split=self.split,
-            hand_over=self.hand_over,
-            notes=self.notes,
-        )
-        changed._origin = self._origin
-        return changed
-
-    @cached_property
-    def _fqns(self) -> list[str]:
-        return list(self.entries.fqns)
-
-
-def _itemsize(name: str) -> int:
-    dtype = getattr(torch, name, None) if name else None
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else 0
-
-
-class _LazyItems(Sequence[WriteItem]):
-    __slots__ = ("_plan",)
-
-    def __init__(self, plan: SavePlan) -> None:
-        self._plan = plan
-
-    def __len__(self) -> int:
-        return len(self._plan)
-
-    @overload
-    def __getitem__(self, row: int) -> WriteItem: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[WriteItem]: ...
-    def __getitem__(self, row: int | slice) -> WriteItem | Sequence[WriteItem]:
-        rows = range(len(self))[row]
-        return self._plan.item(rows) if isinstance(rows, int) else [self._plan.item(i) for i in rows]
-
-    def __iter__(self) -> Iterator[WriteItem]:
-        return map(self._plan.item, range(len(self)))
 
 
 class SavePlanner(ABC):
@@ -452,17 +176,3 @@ class LoadPlanner(ABC):
     @abstractmethod
     def finish_load(self) -> None:
         """Put Python values back into the state dict and call `load_state_dict` where the state has one."""
-
-
-__all__ = [
-    "HandOver",
-    "LoadPlan",
-    "LoadPlanner",
-    "LoadTarget",
-    "PlannerContext",
-    "ReadItem",
-    "SavePlan",
-    "SavePlanner",
-    "SharedPart",
-    "WriteItem",
-]

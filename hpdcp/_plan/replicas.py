@@ -31,8 +31,9 @@ from hpdcp._format.columns import (
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import Metadata, StorageTable
 from hpdcp._plan._merged_names import MergedNames, merge_names
-from hpdcp._plan.planner import SavePlan
-from hpdcp._plan.storage import WholePlan, WriteResults, join_results
+from hpdcp._plan.save_plan import SavePlan
+from hpdcp._plan.whole_plan import WholePlan, join_results
+from hpdcp._plan.write_results import WriteResults
 from hpdcp._state.geometry import Box, intersect, missing
 from hpdcp._state.mismatches import listed
 

@@ -22,18 +22,11 @@ from hpdcp._base.timing import log_message
 from hpdcp._devices import device
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
+from hpdcp._plan.load_plan import LoadPlan, LoadTarget, ReadItem
 from hpdcp._plan.plan_cache import fingerprint
-from hpdcp._plan.planner import (
-    LoadPlan,
-    LoadPlanner,
-    LoadTarget,
-    PlannerContext,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from hpdcp._plan.planner import LoadPlanner, PlannerContext, SavePlanner
 from hpdcp._plan.replicas import drop_duplicates
+from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._plan.stored_index import Stored
 from hpdcp._state import objects
 from hpdcp._state.geometry import Box, intersect, missing, relative

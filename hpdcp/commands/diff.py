@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from hpdcp._base import progress
-from hpdcp._files.filesystem_storage import FileSystemReader
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._manage.compare import Aspect, Comparison, Difference, ValueDifference, compare_checkpoints
 from hpdcp.commands.options import (
     AsJson,

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
-from hpdcp._files.filesystem_storage import FileSystemReader
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.columns import EntryKind
 from hpdcp._manage.inspect import CheckpointReport, EntryReport, inspect_checkpoint
 from hpdcp.commands.options import AsJson, BackendName, StorageOptions, Url

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from hpdcp._base import progress
-from hpdcp._files.filesystem_storage import FileSystemReader
+from hpdcp._files.reader import FileSystemReader
 from hpdcp._manage.verify import VerifyReport, verify_checkpoint
 from hpdcp.commands.options import AsJson, BackendName, Bar, ShowBar, StorageOptions, Url
 from hpdcp.commands.output import (

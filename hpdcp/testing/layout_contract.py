@@ -20,10 +20,12 @@ from hpdcp._comm.exchange import FramedExchange
 from hpdcp._engine.save import save_state
 from hpdcp._engine.verbs import load, save
 from hpdcp._files import registry
-from hpdcp._files.filesystem_storage import FileSystemReader, FileSystemWriter
+from hpdcp._files.reader import FileSystemReader
+from hpdcp._files.writer import FileSystemWriter
 from hpdcp._format.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, Metadata, PerRank
 from hpdcp._manage.verify import verify_checkpoint
-from hpdcp._plan.planner import SavePlanner, WriteItem
+from hpdcp._plan.planner import SavePlanner
+from hpdcp._plan.save_plan import WriteItem
 from hpdcp._plan.standard_planner import StandardSavePlanner
 from hpdcp._state.geometry import Box
 

@@ -31,7 +31,7 @@ from hpdcp._base.errors import (
 )
 from hpdcp._comm.mailbox import FOLDER_PREFIX
 from hpdcp._plan.plan_cache import PLANS
-from hpdcp._plan.planner import WriteItem
+from hpdcp._plan.save_plan import WriteItem
 from tests.support.job import Job
 from tests.support.layouts import DP2_TP2, FSDP4, HSDP, RAGGED, TP4_COLUMNS, Layout, differing, local_of
 from tests.support.planners import ToldPlanner

@@ -22,8 +22,7 @@ from hpdcp._base import config
 from hpdcp._base.errors import CorruptCheckpointError, HpdcpError, InvalidArgumentError, RankFailedError, StorageError
 from hpdcp._broadcast import decision, reader_choice
 from hpdcp._format.metadata import Metadata
-from hpdcp._plan.load_plan import LoadPlan
-from hpdcp._plan.planner import ReadItem
+from hpdcp._plan.load_plan import LoadPlan, ReadItem
 from tests.support.backends import Traffic, registered
 from tests.support.job import Job
 from tests.support.layouts import (

@@ -24,7 +24,7 @@ from hpdcp._base.errors import (
     StorageError,
     UnsupportedTypeError,
 )
-from hpdcp._plan.planner import WriteItem
+from hpdcp._plan.save_plan import WriteItem
 from hpdcp_backends.local import LocalBackend
 from tests.support.job import Job
 from tests.support.layouts import TP4, differing, local_of, sample_tensors

@@ -19,7 +19,7 @@ from hpdcp._base import config
 from hpdcp._base.errors import InvalidArgumentError, ReplicaMismatchError, StorageError
 from hpdcp._plan import replicas
 from hpdcp._plan.plan_cache import PLANS
-from hpdcp._plan.planner import SavePlan, WriteItem
+from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp_backends.local import LocalBackend
 from tests.support.job import Job
 from tests.support.layouts import (
@@ -314,7 +314,7 @@ def test_ranks_that_name_different_places_are_told_so_although_all_have_the_plan
     errors = ranks.errors(lambda: hpdcp.save(state_of(ranks), checkpoint_id=elsewhere))
     assert [type(error) for error in errors] == [InvalidArgumentError] * 4
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "different places" in str(errors[0])
+    assert "different locations" in str(errors[0])
 
 
 def test_one_rank_that_fails_before_the_vote_fails_all(ranks: Job, folder: Path, save: Save) -> None:

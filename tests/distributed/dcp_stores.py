@@ -34,7 +34,7 @@ from hpdcp._comm.mailbox import FOLDER_PREFIX
 from hpdcp._files import registry
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS
-from hpdcp._plan.planner import WriteItem
+from hpdcp._plan.save_plan import WriteItem
 from tests.support.job import Job
 from tests.support.layouts import Layout, differing, local_of
 from tests.support.planners import ToldPlanner

@@ -23,7 +23,7 @@ import hpdcp
 from hpdcp._base import config
 from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import HpdcpError
-from hpdcp._plan.planner import ReadItem
+from hpdcp._plan.load_plan import ReadItem
 from hpdcp_backends.local import LocalBackend
 
 COUNT = 24

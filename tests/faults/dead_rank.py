@@ -24,7 +24,7 @@ import torch.distributed as dist
 import hpdcp
 from hpdcp._base.errors import HpdcpError
 from hpdcp._format.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata
-from hpdcp._plan.planner import SavePlan
+from hpdcp._plan.save_plan import SavePlan
 from hpdcp_backends.local import LocalBackend
 from tests.faults.forking import fork, wait
 

@@ -11,7 +11,7 @@ import torch
 import hpdcp
 from hpdcp._base.errors import SupersededError
 from hpdcp._files.commit import CLAIM, METADATA
-from hpdcp._plan.planner import SavePlan
+from hpdcp._plan.save_plan import SavePlan
 
 
 def state(value: float) -> dict[str, object]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hpdcp
 from hpdcp import Metadata
-from hpdcp._plan.planner import SavePlan
+from hpdcp._plan.save_plan import SavePlan
 
 
 class ToldPlanner(hpdcp.StandardSavePlanner):

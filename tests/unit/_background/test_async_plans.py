@@ -19,8 +19,9 @@ from hpdcp._comm import process_group
 from hpdcp._files.folder_save import SaveIdentity, next_ordinal
 from hpdcp._plan import replicas
 from hpdcp._plan.plan_cache import CachedPlan, PlanCache
-from hpdcp._plan.planner import PlannerContext, SavePlan
+from hpdcp._plan.planner import PlannerContext
 from hpdcp._plan.replicas import check_left_out
+from hpdcp._plan.save_plan import SavePlan
 
 
 def plan_of(state: dict[str, object]) -> tuple[SavePlan, Metadata]:

@@ -31,10 +31,12 @@ from hpdcp._base.errors import (
     WaitTimeoutError,
     WorkerDiedError,
 )
-from hpdcp._files.filesystem_storage import SaveIdentity
+from hpdcp._files.folder_save import SaveIdentity
 from hpdcp._plan.plan_cache import PLANS
-from hpdcp._plan.planner import PlannerContext, SavePlan, SavePlanner
-from hpdcp._plan.storage import StorageWriter, WriteResults
+from hpdcp._plan.planner import PlannerContext, SavePlanner
+from hpdcp._plan.save_plan import SavePlan
+from hpdcp._plan.storage import StorageWriter
+from hpdcp._plan.write_results import WriteResults
 from tests.support.workers import kill_worker, workers_of
 
 SOON = 60.0

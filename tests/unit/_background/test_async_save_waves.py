@@ -15,7 +15,7 @@ from hpdcp._background import async_save
 from hpdcp._base import config
 from hpdcp._base.errors import HpdcpError
 from hpdcp._plan.plan_cache import PLANS
-from hpdcp._plan.planner import WriteItem
+from hpdcp._plan.save_plan import WriteItem
 from tests.support.workers import kill_worker, workers_of
 
 SOON = 60.0

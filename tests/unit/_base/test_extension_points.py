@@ -16,8 +16,11 @@ from hpdcp._base.errors import CheckpointNotFoundError, MissingKeysError, NotSup
 from hpdcp._files.safetensors_layout import block_checksums, byte_pieces
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import HEAD_BYTES, StorageInfo
-from hpdcp._plan.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SavePlanner
-from hpdcp._plan.storage import FileRecord, StorageReader, StorageWriter, WriteResult, WriteResults
+from hpdcp._plan.load_plan import LoadPlan
+from hpdcp._plan.planner import LoadPlanner, PlannerContext, SavePlanner
+from hpdcp._plan.save_plan import SavePlan
+from hpdcp._plan.storage import StorageReader, StorageWriter
+from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
 
 
 class MemoryWriter(StorageWriter):

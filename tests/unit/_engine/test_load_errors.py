@@ -20,8 +20,8 @@ from hpdcp._base.errors import (
     ShapeMismatchError,
     StateDictError,
 )
-from hpdcp._plan.planner import SavePlan
 from hpdcp._plan.replicas import drop_duplicates
+from hpdcp._plan.save_plan import SavePlan
 
 _MARK = -7.0
 

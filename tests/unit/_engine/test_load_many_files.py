@@ -13,7 +13,7 @@ import torch
 
 import hpdcp
 from hpdcp._base.backend import ByteRange
-from hpdcp._plan.planner import SavePlan
+from hpdcp._plan.save_plan import SavePlan
 from hpdcp_backends.local import LocalBackend
 
 _FILES = 60

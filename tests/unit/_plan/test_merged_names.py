@@ -15,9 +15,10 @@ from hpdcp._base.errors import StateDictError, StorageError
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, group_tables, sort_order
 from hpdcp._format.metadata import Metadata, MetadataIndex, StorageInfo
 from hpdcp._plan._merged_names import merge_names
-from hpdcp._plan.planner import SavePlan, WriteItem
 from hpdcp._plan.replicas import drop_duplicates
-from hpdcp._plan.storage import FileRecord, WholePlan, WriteResult, WriteResults, join_results
+from hpdcp._plan.save_plan import SavePlan, WriteItem
+from hpdcp._plan.whole_plan import WholePlan, join_results
+from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
 
 NAMES = ["a", "b", "a.b", "é", "z\0", "\udc80", "long.name.of.a.layer", "B"]
 

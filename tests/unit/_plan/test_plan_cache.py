@@ -17,7 +17,8 @@ from hpdcp._base.errors import UnsupportedTypeError
 from hpdcp._comm.exchange import Alone
 from hpdcp._plan import standard_planner
 from hpdcp._plan.plan_cache import PLANS, CachedPlan, PlanCache, fingerprint
-from hpdcp._plan.planner import PlannerContext, SavePlan
+from hpdcp._plan.planner import PlannerContext
+from hpdcp._plan.save_plan import SavePlan
 from hpdcp._state.sharding import LocalShards, local_shards
 from hpdcp._state.tree import walk
 

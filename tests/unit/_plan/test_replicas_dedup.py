@@ -12,8 +12,8 @@ import pytest
 from hpdcp._base.errors import StateDictError
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import MetadataIndex
-from hpdcp._plan.planner import SavePlan, WriteItem
 from hpdcp._plan.replicas import drop_duplicates
+from hpdcp._plan.save_plan import SavePlan, WriteItem
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

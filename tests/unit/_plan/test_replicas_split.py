@@ -12,9 +12,10 @@ from hpdcp._base.errors import ReplicaMismatchError
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex, StorageInfo
 from hpdcp._plan import replicas
-from hpdcp._plan.planner import SavePlan, WriteItem
 from hpdcp._plan.replicas import ReplicaReport, check_replicas, drop_duplicates, left_to_others
-from hpdcp._plan.storage import FileRecord, WholePlan, WriteResult, WriteResults, held_boxes, join_results
+from hpdcp._plan.save_plan import SavePlan, WriteItem
+from hpdcp._plan.whole_plan import WholePlan, held_boxes, join_results
+from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
 
 LIMIT = 1000
 

@@ -1,4 +1,4 @@
-"""The writer and the reader of checkpoints on a byte store: a plan over one backend and one layout."""
+"""The reader of checkpoints on a byte store: a plan over one backend and the checkpoint's layout."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from hpdcp._base.errors import (
 )
 from hpdcp._base.timing import log_message
 from hpdcp._files import registry
+from hpdcp._files._agreement import check_one_location
 from hpdcp._files.commit import (
     CLAIM,
     METADATA,
@@ -29,112 +30,18 @@ from hpdcp._files.commit import (
     rank_of_metadata_key,
     read_or_none,
 )
-from hpdcp._files.folder_save import FolderSave, SaveByAll, SaveByRank, SaveIdentity, SaveSetup
 from hpdcp._files.huggingface_folder import choose_file, read_weights
 from hpdcp._files.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
 from hpdcp._files.layout import Layout, Verify
 from hpdcp._files.read_engine import for_each_file
 from hpdcp._format.metadata import Metadata
-from hpdcp._plan.planner import LoadPlan, LoadPlanner, PlannerContext, SavePlan, SavePlanner
+from hpdcp._plan.load_plan import LoadPlan
+from hpdcp._plan.planner import LoadPlanner, PlannerContext
 from hpdcp._plan.replicas import merge_rank_metadata
-from hpdcp._plan.storage import RankMetadata, StorageReader, StorageWriter, WriteResults
+from hpdcp._plan.storage import RankMetadata, StorageReader
 
 _READS_AT_ONCE: Final = 4
 """Shards or batches of them on their way across a network while one is broadcast."""
-
-
-class FileSystemWriter(StorageWriter):
-    """Writes checkpoints as files of one backend.
-
-    Args:
-        checkpoint_id: folder or URL; may be left out when `save` is given one.
-        backend, layout: names that go before the configuration's.
-        storage_options: handed to fsspec untouched.
-    """
-
-    def __init__(
-        self,
-        checkpoint_id: str | Path | None = None,
-        *,
-        backend: str | None = None,
-        layout: str | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._backend_name = backend
-        self._layout_name = layout
-        self._storage_options = dict(storage_options or {})
-        self._url = None if checkpoint_id is None else registry.resolve_checkpoint_id(checkpoint_id)
-        self._save: FolderSave | None = None
-        self.identity: SaveIdentity | None = None
-        """Of the next save, where it was settled beforehand."""
-
-    @property
-    def place(self) -> str | None:
-        return self._url
-
-    def open_place(self) -> Backend:
-        if self._url is None:
-            raise InvalidArgumentError(
-                "this FileSystemWriter has no place to save to: give it or save() a checkpoint_id."
-            )
-        return registry.open_backend(self._url, name=self._backend_name, storage_options=self._storage_options)
-
-    def arguments(self) -> dict[str, Any]:
-        """What makes this writer again, in another process."""
-        return {
-            "checkpoint_id": self._url,
-            "backend": self._backend_name,
-            "layout": self._layout_name,
-            "storage_options": self._storage_options,
-        }
-
-    def initialize_writer(self, checkpoint_id: str | Path) -> None:
-        self._url = registry.resolve_checkpoint_id(checkpoint_id)
-
-    def configure_writer(self, context: PlannerContext) -> None:
-        settings = config.current()
-        backend = self.open_place()
-        name = self._layout_name or settings.layout
-        layout: Layout = registry.open_layout(name)
-        kind = SaveByAll if context.collective else SaveByRank
-        self._save = kind(SaveSetup(backend, layout, context, settings.keep_replaced_for, self.identity))
-
-    def optimize_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan.with_storage_data({"url": self._current.backend.url, "layout": self._current.layout.name})
-
-    @property
-    def hands_over(self) -> bool:
-        return self._current.layout.hands_over
-
-    def arrange_global_plan(
-        self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
-    ) -> tuple[Sequence[SavePlan], Metadata]:
-        _check_one_layout([plan.storage_data for plan in locals_], self._current.layout.name)
-        return self._current.layout.arrange(plans, metadata, locals_)
-
-    def hand_over(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self._current.hand_over(plan, planner)
-
-    def optimize_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        _check_one_place([plan.storage_data for plan in plans], self._current.backend.url)
-        decided = self._current.begin(plans)
-        return [plan.with_storage_data(decided) for plan in plans]
-
-    def execute_write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
-        return self._current.write(plan, planner)
-
-    def finalize_checkpoint(self, metadata: Metadata, results: Sequence[WriteResults]) -> Metadata:
-        return self._current.commit(metadata)
-
-    def discard(self) -> None:
-        if self._save is not None:
-            self._save.discard()
-
-    @property
-    def _current(self) -> FolderSave:
-        if self._save is None:
-            raise InvalidArgumentError("configure_writer must be called before this writer is used.")
-        return self._save
 
 
 class FileSystemReader(StorageReader):
@@ -258,7 +165,7 @@ class FileSystemReader(StorageReader):
         return plan.with_storage_data({"url": self.backend.url})
 
     def optimize_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
-        _check_one_place([plan.storage_data for plan in plans], self.backend.url)
+        check_one_location([plan.storage_data for plan in plans], self.backend.url)
         return list(plans)
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -283,27 +190,6 @@ class FileSystemReader(StorageReader):
         """Let go of open files."""
         if self._backend is not None:
             self._backend.close()
-
-
-def _check_one_place(said: Sequence[Mapping[str, str]], expected: str) -> None:
-    """All ranks must mean the same folder; a relative path may name another one in each rank's working folder."""
-    advice = "Give all of them the same checkpoint_id, as an absolute path or a URL."
-    _check_alike(said, "url", expected, what="places", advice=advice)
-
-
-def _check_one_layout(said: Sequence[Mapping[str, str]], expected: str) -> None:
-    """All ranks must write in one layout, which the metadata names."""
-    _check_alike(said, "layout", expected, what="layouts", advice="Configure the same one on all of them.")
-
-
-def _check_alike(said: Sequence[Mapping[str, str]], fact: str, expected: str, *, what: str, advice: str) -> None:
-    others = {rank: data[fact] for rank, data in enumerate(said) if data.get(fact, expected) != expected}
-    if others:
-        rank, given = next(iter(others.items()))
-        raise InvalidArgumentError(
-            f"ranks were given different {what}: rank 0 {expected}, rank {rank} {given} ({len(others)} ranks differ). "
-            f"{advice}"
-        )
 
 
 class _MissingFiles:
@@ -362,21 +248,6 @@ class _RankMetadataSet(RankMetadata):
 
     def merged(self) -> Metadata:
         return merge_rank_metadata(self._parts)
-
-
-def open_writer(checkpoint_id: str | Path | None, writer: StorageWriter | None) -> StorageWriter:
-    """`writer`, at `checkpoint_id` where that is given; without a writer, the configured one.
-
-    Raises:
-        InvalidArgumentError: neither is given.
-    """
-    if writer is None:
-        if checkpoint_id is None:
-            raise InvalidArgumentError("a save needs a place: pass checkpoint_id= or storage_writer=.")
-        return FileSystemWriter(checkpoint_id)
-    if checkpoint_id is not None:
-        writer.initialize_writer(checkpoint_id)
-    return writer
 
 
 def open_reader(checkpoint_id: str | Path | None, reader: StorageReader | None, opened: ExitStack) -> StorageReader:
