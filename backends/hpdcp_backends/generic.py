@@ -40,7 +40,7 @@ from hpdcp._base.errors import (
     StorageError,
 )
 from hpdcp._base.threads import Threads
-from hpdcp_backends._fsspec_stores import (
+from hpdcp_backends._generic.stores import (
     ADVICE,
     ONE_VERSION,
     PUT,
@@ -53,7 +53,7 @@ from hpdcp_backends._fsspec_stores import (
     passwords,
     version_of,
 )
-from hpdcp_backends._posix import sync_folder
+from hpdcp_backends._posix.files import sync_folder
 
 _T = TypeVar("_T")
 

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, Final, TypeVar
 
 from hpdcp._base.backend import spare_cores
-from hpdcp_backends._posix import OpenFile, identity
-from hpdcp_backends._posix_backend import PosixBackend
+from hpdcp_backends._posix.backend import PosixBackend
+from hpdcp_backends._posix.files import OpenFile, identity
 
 T = TypeVar("T")
 

@@ -25,12 +25,12 @@ from hpdcp._base.backend import (
 )
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError, StorageError
 from hpdcp._base.threads import Threads
-from hpdcp_backends._s3_client import S3Client
-from hpdcp_backends._s3_errors import Place, RequestFailedError
-from hpdcp_backends._s3_options import S3Options
-from hpdcp_backends._s3_readers import Got, Reader, open_reader
-from hpdcp_backends._s3_retry import Retries
-from hpdcp_backends._s3_upload import PartCutter, Upload, part_size
+from hpdcp_backends._s3.client import S3Client
+from hpdcp_backends._s3.errors import Place, RequestFailedError
+from hpdcp_backends._s3.options import S3Options
+from hpdcp_backends._s3.readers import Got, Reader, open_reader
+from hpdcp_backends._s3.retry import Retries
+from hpdcp_backends._s3.upload import PartCutter, Upload, part_size
 
 _LOG: Final = logging.getLogger(__name__)
 _URL: Final = re.compile(r"(?i:s3a?)://([^/]+)/*(.*)", re.DOTALL)

@@ -32,11 +32,11 @@ from hpdcp._plan.planner import LoadPlanner, SavePlanner
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.write_results import FileRecord, WriteResults
 from hpdcp._state.geometry import Box, relative
-from hpdcp_backends import _zarr_groups
-from hpdcp_backends._zarr_arrange import arrange, itemsize_of, paths_of, steps_of
-from hpdcp_backends._zarr_codecs import Compression, decode
-from hpdcp_backends._zarr_metadata import FORMAT, NODE, ZARR_NAMES, array_document, chunk_key, group_document
-from hpdcp_backends._zarr_write import Chunk, ChunkWriter
+from hpdcp_backends._zarr import groups as foreign
+from hpdcp_backends._zarr.arrange import arrange, itemsize_of, paths_of, steps_of
+from hpdcp_backends._zarr.codecs import Compression, decode
+from hpdcp_backends._zarr.metadata import FORMAT, NODE, ZARR_NAMES, array_document, chunk_key, group_document
+from hpdcp_backends._zarr.write import Chunk, ChunkWriter
 
 _BATCH_BYTES: Final = 64 << 20
 """Of chunks that are put together at a time."""
@@ -68,7 +68,7 @@ class ZarrLayout(Layout):
 
     @classmethod
     def foreign_metadata(cls, backend: Backend) -> Metadata:
-        return _zarr_groups.group_metadata(backend)
+        return foreign.group_metadata(backend)
 
     def arrange(
         self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
@@ -228,8 +228,8 @@ class ZarrLayout(Layout):
     def read(
         self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planner: LoadPlanner, verify: Verify
     ) -> None:
-        if metadata.origin == _zarr_groups.ORIGIN:
-            _zarr_groups.read(backend, metadata, items, planner)
+        if metadata.origin == foreign.ORIGIN:
+            foreign.read(backend, metadata, items, planner)
             return
         objects = [item for item in items if item.kind is EntryKind.OBJECT]
         self._objects.read(backend, metadata, objects, planner, verify)

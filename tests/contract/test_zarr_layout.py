@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from hpdcp.testing import LayoutContract
-from hpdcp_backends import _zarr_grid
+from hpdcp_backends._zarr import grid
 
 
 class TestZarrLayout(LayoutContract):
@@ -23,8 +23,8 @@ class TestSmallChunksOfZarr(LayoutContract):
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """So that small tensors have many chunks, of which some are cut off at the end of the tensor."""
-        monkeypatch.setattr(_zarr_grid, "SMALL_BYTES", 16)
-        monkeypatch.setattr(_zarr_grid, "LARGE_BYTES", 48 << 10)
+        monkeypatch.setattr(grid, "SMALL_BYTES", 16)
+        monkeypatch.setattr(grid, "LARGE_BYTES", 48 << 10)
 
 
 class TestCompressedZarr(LayoutContract):

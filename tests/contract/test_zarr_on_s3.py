@@ -16,7 +16,7 @@ from hpdcp._files import registry
 from hpdcp._manage.verify import verify_checkpoint
 from hpdcp._state.geometry import Box
 from hpdcp.testing.layout_contract import cut, save_as_ranks
-from hpdcp_backends import _zarr_grid
+from hpdcp_backends._zarr import grid
 from tests.support.s3 import S3Server
 
 
@@ -29,7 +29,7 @@ def state(fill: float) -> dict[str, Any]:
 def test_a_bucket_holds_arrays_that_load_and_that_zarr_opens(
     s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(_zarr_grid, "SMALL_BYTES", 500)
+    monkeypatch.setattr(grid, "SMALL_BYTES", 500)
     url = s3_environment.new_prefix()
     with config.using(layout="zarr", layouts={"zarr": options}):
         hpdcp.save(state(1.0), checkpoint_id=url)

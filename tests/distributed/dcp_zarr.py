@@ -18,7 +18,7 @@ from hpdcp._base import config
 from hpdcp._base.errors import CheckpointExistsError, InvalidArgumentError, NotSupportedError, ReplicaMismatchError
 from hpdcp._manage.verify import verify_checkpoint
 from hpdcp._plan.plan_cache import PLANS
-from hpdcp_backends import _zarr_grid
+from hpdcp_backends._zarr import grid
 from tests.support.job import Job
 from tests.support.layouts import (
     CHUNKED,
@@ -61,12 +61,12 @@ def assert_loads(job: Job, folder: Path, target: Layout, tensors: dict[str, torc
     assert differing(target.place_all(job, tensors), found) == []
 
 
-@pytest.mark.parametrize("least", [1, 40, _zarr_grid.SMALL_BYTES])
+@pytest.mark.parametrize("least", [1, 40, grid.SMALL_BYTES])
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 def test_what_any_layout_saves_is_one_array_each_and_loads_under_others(
     ranks: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, source: Layout, least: int
 ) -> None:
-    monkeypatch.setattr(_zarr_grid, "SMALL_BYTES", least)
+    monkeypatch.setattr(grid, "SMALL_BYTES", least)
     tensors = sample_tensors()
     hpdcp.save({"model": source.place_all(ranks, tensors)}, checkpoint_id=folder)
     assert_arrays(ranks, folder, tensors)
@@ -83,7 +83,7 @@ def test_what_any_layout_saves_is_one_array_each_and_loads_under_others(
 def test_compressed_chunks_come_back_under_any_layout(
     ranks: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, source: Layout
 ) -> None:
-    monkeypatch.setattr(_zarr_grid, "SMALL_BYTES", 40)
+    monkeypatch.setattr(grid, "SMALL_BYTES", 40)
     tensors = sample_tensors()
     with config.using(layouts={"zarr": {"compressor": "zstd", "level": 5}}):
         hpdcp.save({"model": source.place_all(ranks, tensors)}, checkpoint_id=folder)

@@ -22,14 +22,14 @@ from hpdcp._convert.transform import (
 from hpdcp._manage.verify import verify_checkpoint
 from hpdcp._state.geometry import Box
 from hpdcp.testing.layout_contract import cut, save_as_ranks
-from hpdcp_backends import _zarr_grid
+from hpdcp_backends._zarr import grid
 
 
 @pytest.fixture(params=[{}, {"compressor": "zstd"}], ids=["plain", "compressed"], autouse=True)
 def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, object]:
     """Chunks that are small, and cut off at the ends of the tensors."""
-    monkeypatch.setattr(_zarr_grid, "SMALL_BYTES", 64)
-    monkeypatch.setattr(_zarr_grid, "LARGE_BYTES", 200)
+    monkeypatch.setattr(grid, "SMALL_BYTES", 64)
+    monkeypatch.setattr(grid, "LARGE_BYTES", 200)
     found: Mapping[str, object] = request.param
     return found
 

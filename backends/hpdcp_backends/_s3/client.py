@@ -19,8 +19,8 @@ from botocore.exceptions import ClientError
 
 from hpdcp._base.backend import without_password
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp_backends._s3_errors import RequestFailedError, StoppedError, from_botocore
-from hpdcp_backends._s3_options import S3Options
+from hpdcp_backends._s3.errors import RequestFailedError, StoppedError, from_botocore
+from hpdcp_backends._s3.options import S3Options
 
 _MARK: Final = "hpdcp-write"
 """Metadata of an object that says which call of `write` stored it."""

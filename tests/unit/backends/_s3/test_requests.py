@@ -12,11 +12,11 @@ import crc32c
 import pytest
 
 from hpdcp._base.errors import InvalidArgumentError, KeyNotFoundError, StorageError
-from hpdcp_backends._s3_client import Body, S3Client
-from hpdcp_backends._s3_errors import Place, RequestFailedError, StoppedError, answered
-from hpdcp_backends._s3_options import S3Options
-from hpdcp_backends._s3_readers import _store_options
-from hpdcp_backends._s3_retry import Retries
+from hpdcp_backends._s3.client import Body, S3Client
+from hpdcp_backends._s3.errors import Place, RequestFailedError, StoppedError, answered
+from hpdcp_backends._s3.options import S3Options
+from hpdcp_backends._s3.readers import _store_options
+from hpdcp_backends._s3.retry import Retries
 from hpdcp_backends.s3 import S3Backend
 
 KEYS = {"key": "AKIA123", "secret": "very secret"}
@@ -74,8 +74,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         found.append(seconds)
         clock[0] += seconds
 
-    monkeypatch.setattr("hpdcp_backends._s3_retry.time.sleep", sleep)
-    monkeypatch.setattr("hpdcp_backends._s3_retry.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hpdcp_backends._s3.retry.time.sleep", sleep)
+    monkeypatch.setattr("hpdcp_backends._s3.retry.time.monotonic", lambda: clock[0])
     return found
 
 

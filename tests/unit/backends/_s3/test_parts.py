@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp_backends._s3_upload import Part, PartCutter, part_size
+from hpdcp_backends._s3.upload import Part, PartCutter, part_size
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -26,7 +26,8 @@ from hpdcp._base.errors import (
 from hpdcp._manage.inspect import inspect_checkpoint
 from hpdcp._state.geometry import Box
 from hpdcp.testing.layout_contract import cut
-from hpdcp_backends import _zarr_groups, zarr_dtypes
+from hpdcp_backends import zarr_dtypes
+from hpdcp_backends._zarr import groups
 
 
 def write(folder: Path, name: str, data: np.ndarray, **options: Any) -> Any:
@@ -60,7 +61,7 @@ def test_arrays_of_any_chunks_and_codecs_load_whole_and_in_part(tmp_path: Path, 
 
 
 def test_large_arrays_are_read_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_zarr_groups, "_SLAB_BYTES", 100)
+    monkeypatch.setattr(groups, "_SLAB_BYTES", 100)
     write(tmp_path, "w", MATRIX, chunks=(3, 5))
     target = {"w": cut(torch.zeros(10, 12), Box((1, 1), (9, 11)))}
     hpdcp.load(target, checkpoint_id=tmp_path)

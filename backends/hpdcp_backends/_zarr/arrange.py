@@ -26,8 +26,8 @@ from hpdcp._plan.save_plan import HandOver, SavePlan
 from hpdcp._plan.whole_plan import entry_rows
 from hpdcp._state.geometry import Box
 from hpdcp._state.paths import decode_path
-from hpdcp_backends._zarr_grid import Cell, cells, cells_inside, chunk_shape
-from hpdcp_backends._zarr_names import node_path
+from hpdcp_backends._zarr.grid import Cell, cells, cells_inside, chunk_shape
+from hpdcp_backends._zarr.names import node_path
 
 STEPS = "zarr.steps"
 """The note that says, for each dimension of each entry (as `EntryTable.shape_dims`), how long its chunks are."""

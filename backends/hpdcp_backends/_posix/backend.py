@@ -25,7 +25,7 @@ from hpdcp._base.backend import (
     truncated,
 )
 from hpdcp._base.errors import CheckpointNotFoundError, HpdcpError, InvalidArgumentError, StorageError
-from hpdcp_backends._posix import (
+from hpdcp_backends._posix.files import (
     OpenFile,
     identity,
     make_folders,

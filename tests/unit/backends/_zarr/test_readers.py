@@ -17,7 +17,8 @@ from zarr.errors import ZarrUserWarning
 
 import hpdcp
 from hpdcp._base import config
-from hpdcp_backends import _zarr_grid, zarr_dtypes
+from hpdcp_backends import zarr_dtypes
+from hpdcp_backends._zarr import grid
 
 NUMPY = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32",
          "float64", "complex64", "complex128")  # fmt: skip
@@ -58,8 +59,8 @@ def by_tensorstore(path: Path) -> Any:
 def test_zarr_and_tensorstore_read_equal_values_of_the_right_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, small: int, options: Mapping[str, object]
 ) -> None:
-    monkeypatch.setattr(_zarr_grid, "SMALL_BYTES", small)
-    monkeypatch.setattr(_zarr_grid, "LARGE_BYTES", 4 * small)
+    monkeypatch.setattr(grid, "SMALL_BYTES", small)
+    monkeypatch.setattr(grid, "LARGE_BYTES", 4 * small)
     zarr_dtypes.register()
     saved = filled(getattr(torch, name))
     with config.using(layouts={"zarr": options}):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from hpdcp_backends._s3_errors import RequestFailedError, StoppedError
+from hpdcp_backends._s3.errors import RequestFailedError, StoppedError
 
 _T = TypeVar("_T")
 _LOG: Final = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from hpdcp._base.errors import KeyExistsError, SupersededError
 from hpdcp._files.safetensors_layout import BlockChecksums, byte_pieces
 from hpdcp._format.metadata import HEAD_BYTES, StorageInfo
 from hpdcp._plan.write_results import FileRecord, WriteResult
-from hpdcp_backends._zarr_codecs import Compression
+from hpdcp_backends._zarr.codecs import Compression
 
 STREAMED_BYTES: Final = 32 << 20
 """From here on a chunk is written by itself, as its parts arrive, rather than beside others."""

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpdcp._base.backend import checked_key
-from hpdcp_backends._zarr_names import escape, node_path, unescape
+from hpdcp_backends._zarr.names import escape, node_path, unescape
 
 
 @given(st.text(st.characters(codec=None), max_size=20), st.booleans())

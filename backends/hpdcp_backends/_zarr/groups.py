@@ -30,7 +30,7 @@ from hpdcp._format.metadata import HEAD_BYTES, NO_CHECKSUMS, Metadata, StorageTa
 from hpdcp._plan.load_plan import ReadItem
 from hpdcp._plan.planner import LoadPlanner
 from hpdcp._state.paths import decode_path, encode_path, fqn_of
-from hpdcp_backends._zarr_metadata import NODE, ZARR_NAMES
+from hpdcp_backends._zarr.metadata import NODE, ZARR_NAMES
 
 if TYPE_CHECKING:
     import zarr

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 
 from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import NotSupportedError
-from hpdcp_backends._s3_client import S3Client, reading
-from hpdcp_backends._s3_errors import RequestFailedError, StoppedError, answered, failed_connection, from_botocore
-from hpdcp_backends._s3_options import frozen
+from hpdcp_backends._s3.client import S3Client, reading
+from hpdcp_backends._s3.errors import RequestFailedError, StoppedError, answered, failed_connection, from_botocore
+from hpdcp_backends._s3.options import frozen
 
 _CHUNK_BYTES: Final = 1 << 20
 _PROBE: Final = "probe"

@@ -14,9 +14,9 @@ from typing import Final
 
 from hpdcp._base.backend import as_bytes
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp_backends._s3_client import Body, S3Client, StoredPart
-from hpdcp_backends._s3_errors import MISSING, RequestFailedError
-from hpdcp_backends._s3_retry import Retries
+from hpdcp_backends._s3.client import Body, S3Client, StoredPart
+from hpdcp_backends._s3.errors import MISSING, RequestFailedError
+from hpdcp_backends._s3.retry import Retries
 
 _LOG: Final = logging.getLogger(__name__)
 _COPIED_BELOW: Final = 256 << 10

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpdcp._state.geometry import Box, missing
-from hpdcp_backends import _zarr_grid
-from hpdcp_backends._zarr_grid import cells, cells_inside, chunk_shape
+from hpdcp_backends._zarr import grid
+from hpdcp_backends._zarr.grid import cells, cells_inside, chunk_shape
 
 MIB = 1 << 20
 
@@ -70,14 +70,14 @@ def test_a_small_tensor_is_one_chunk_however_many_ranks_hold_it() -> None:
 def test_shards_that_are_small_share_chunks_that_are_not() -> None:
     boxes = rows(*[4] * 1024, width=4096)
     found = grid_of(boxes)
-    assert math.prod(found) * 4 >= _zarr_grid.SMALL_BYTES
+    assert math.prod(found) * 4 >= grid.SMALL_BYTES
     assert len(list(cells((4096, 4096), found, *table(boxes)))) <= 64
 
 
 def test_a_large_shard_is_cut_into_chunks_that_readers_can_hold() -> None:
     boxes = rows(1 << 18, 1 << 18, width=1024)
     found = grid_of(boxes)
-    assert math.prod(found) * 4 <= _zarr_grid.LARGE_BYTES
+    assert math.prod(found) * 4 <= grid.LARGE_BYTES
     assert (1 << 18) % found[0] == 0
     assert grid_of([Box((0, 0), (1 << 18, 1023))]) == (65536, 1023)
 
@@ -110,8 +110,8 @@ def test_chunks_cover_a_tensor_once_and_their_parts_cover_them(
     shape, boxes = given_
     offsets, sizes = table(boxes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_zarr_grid, "SMALL_BYTES", small)
-        patch.setattr(_zarr_grid, "LARGE_BYTES", small * factor)
+        patch.setattr(grid, "SMALL_BYTES", small)
+        patch.setattr(grid, "LARGE_BYTES", small * factor)
         steps = chunk_shape(shape, 4, offsets, sizes)
     assert all(1 <= step <= size for step, size in zip(steps, shape, strict=True))
     made = list(cells(shape, steps, offsets, sizes))

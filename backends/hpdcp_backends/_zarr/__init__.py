@@ -1,0 +1,1 @@
+"""The parts of the layout `zarr`: names, grids of chunks, documents, codecs, who writes what, and foreign groups."""
