@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from hpdcp._base import progress
-from hpdcp._convert.tensor_streams import FillTargets, StoredTensors, Wanted
+from hpdcp._convert.stored_objects import object_rows, read_objects
+from hpdcp._convert.tensor_streams import StoredTensors, Wanted
 from hpdcp._devices import device
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.columns import EntryKind
-from hpdcp._format.metadata import Metadata, MetadataIndex
-from hpdcp._plan.load_plan import LoadPlan, ReadItem
+from hpdcp._format.metadata import Metadata
 from hpdcp._state import objects
 from hpdcp._state.geometry import Box
 from hpdcp._state.paths import Path, build_tree, decode_path
@@ -48,7 +48,10 @@ def full_state(
     rows = range(len(entries))
     wanted = {row: Wanted(row, Box.whole(entries.shape(row))) for row in rows if entries.kinds[row] == EntryKind.TENSOR}
     source.check(wanted.values())
-    values: dict[int, Any] = _read_objects(reader, metadata)
+    values: dict[int, Any] = {
+        row: objects.decode(data, key=entries.fqns[row], allow_pickle=reader.allow_pickle)
+        for row, data in read_objects(reader, metadata, object_rows(metadata)).items()
+    }
     views = functools.cache(reader.backend.map_private)
     left: list[Wanted] = []
     for row, each in wanted.items():
@@ -64,31 +67,6 @@ def full_state(
         if entries.kinds[row] == EntryKind.ALIAS:
             values[row] = values[metadata.resolve(row)]
     return build_tree(_merged_paths(metadata, values))
-
-
-def _read_objects(reader: FileSystemReader, metadata: Metadata) -> dict[int, Any]:
-    entries = metadata.entries
-    row_of: dict[MetadataIndex, int] = {}
-    items: list[ReadItem] = []
-    for row in range(len(entries)):
-        if entries.kinds[row] == EntryKind.OBJECT:
-            owner = int(entries.owners[row])
-            index = MetadataIndex(entries.fqns[row], owner=None if owner < 0 else owner)
-            row_of[index] = row
-            items.append(ReadItem(index, metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT))
-    values: dict[int, Any] = {}
-
-    def take(item: ReadItem, data: bytes) -> None:
-        index = item.dest_index
-        values[row_of[index]] = objects.decode(data, key=index.fqn, allow_pickle=reader.allow_pickle)
-
-    def no_tensor(item: ReadItem) -> torch.Tensor:
-        raise AssertionError(f"{item.dest_index} is a Python value")
-
-    if items:
-        plan = reader.optimize_local_plan(LoadPlan.build(items))
-        reader.execute_read(plan, FillTargets(no_tensor, take))
-    return values
 
 
 def _merged_paths(metadata: Metadata, values: Mapping[int, Any]) -> Iterator[tuple[Sequence[Hashable], Any]]:

@@ -22,14 +22,14 @@ from hpdcp._convert.locations import (
     two_places,
     verify_setting,
 )
-from hpdcp._convert.tensor_streams import FillTargets, StoredTensors
+from hpdcp._convert.stored_objects import object_rows, read_objects
+from hpdcp._convert.tensor_streams import StoredTensors
 from hpdcp._convert.transform import Conversion
 from hpdcp._engine.save import save_state
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._files.writer import FileSystemWriter
 from hpdcp._format.columns import EntryKind, concat_chunks
 from hpdcp._format.metadata import Metadata, MetadataIndex
-from hpdcp._plan.load_plan import LoadPlan, ReadItem
 from hpdcp._plan.planner import PlannerContext
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 
@@ -121,21 +121,10 @@ class _CopyPlanner(ConversionPlanner):
 
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         super().configure_planner(state_dict, context)
-        self._values = {}
-        if not context.is_coordinator:
-            return
-        items = []
-        for row in np.flatnonzero(self._metadata.entries.kinds == EntryKind.OBJECT).tolist():
+        rows = object_rows(self._metadata) if context.is_coordinator else []
+        for row, data in read_objects(self._reader, self._metadata, rows).items():
             entry = self._metadata.entries[row]
-            index = MetadataIndex(entry.fqn, owner=entry.owner)
-            items.append(ReadItem(index, self._metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT))
-
-        def take(item: ReadItem, data: bytes) -> None:
-            self._values[item.dest_index.fqn, item.dest_index.owner] = data
-
-        if items:
-            plan = self._reader.optimize_local_plan(LoadPlan.build(items))
-            self._reader.execute_read(plan, FillTargets(_no_tensor, take))
+            self._values[entry.fqn, entry.owner] = data
 
     def build_local_plan(self) -> SavePlan:
         tensors = super().build_local_plan()
@@ -163,7 +152,3 @@ class _CopyPlanner(ConversionPlanner):
 
     def get_bytes(self, item: WriteItem) -> bytes:
         return self._values[item.index.fqn, item.index.owner]
-
-
-def _no_tensor(item: ReadItem) -> Any:
-    raise AssertionError(f"only Python values are read here, and {item.dest_index.fqn!r} is none.")

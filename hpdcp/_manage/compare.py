@@ -23,13 +23,13 @@ from hpdcp._base.errors import HpdcpError, InvalidArgumentError
 from hpdcp._comm.exchange import Alone
 from hpdcp._convert.locations import metadata_of
 from hpdcp._convert.selection import natural_key
-from hpdcp._convert.tensor_streams import FillTargets, StoredTensors, Wanted
+from hpdcp._convert.stored_objects import read_objects
+from hpdcp._convert.tensor_streams import StoredTensors, Wanted
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.columns import EntryKind
-from hpdcp._format.metadata import Metadata, MetadataIndex
+from hpdcp._format.metadata import Metadata
 from hpdcp._manage._value_differences import Flow, Tally
 from hpdcp._manage._value_differences import ValueDifference as ValueDifference
-from hpdcp._plan.load_plan import LoadPlan, ReadItem
 from hpdcp._state import objects
 from hpdcp._state.geometry import Box
 
@@ -274,29 +274,6 @@ class _Side:
         rows, storage = self.metadata.chunk_rows(row), self.metadata.storage
         return (int(storage.file[rows[0]]), int(storage.offset[rows[0]])) if rows else (-1, -1)
 
-    def read_objects(self, rows: Sequence[int]) -> dict[int, bytes]:
-        """The stored bytes of these Python values."""
-        entries = self.metadata.entries
-        row_of: dict[MetadataIndex, int] = {}
-        for row in rows:
-            owner = int(entries.owners[row])
-            row_of[MetadataIndex(entries.fqns[row], owner=None if owner < 0 else owner)] = row
-        items = [
-            ReadItem(index, self.metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT)
-            for index, row in row_of.items()
-        ]
-        found: dict[int, bytes] = {}
-
-        def take(item: ReadItem, data: bytes) -> None:
-            found[row_of[item.dest_index]] = data
-
-        def no_tensor(item: ReadItem) -> torch.Tensor:
-            raise AssertionError(f"{item.dest_index} is a Python value")
-
-        plan = self.reader.optimize_local_plan(LoadPlan.build(items))
-        self.reader.execute_read(plan, FillTargets(no_tensor, take))
-        return found
-
 
 @dataclass
 class _Comparison:
@@ -401,8 +378,8 @@ class _Comparison:
             held += self.a.nbytes(pair[0]) + self.b.nbytes(pair[1])
             if held < _OBJECT_BYTES and number < len(pairs):
                 continue
-            found_a = self.a.read_objects([row for row, _ in batch])
-            found_b = self.b.read_objects([row for _, row in batch])
+            found_a = read_objects(self.a.reader, self.a.metadata, [row for row, _ in batch])
+            found_b = read_objects(self.b.reader, self.b.metadata, [row for _, row in batch])
             for row_a, row_b in batch:
                 data_a, data_b = found_a[row_a], found_b[row_b]
                 if data_a != data_b and not self._close_enough(data_a, data_b):
