@@ -23,7 +23,7 @@ from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError
 from hpdcp._devices import device
 from hpdcp._files.layout import FileNaming, Layout, Verify
-from hpdcp._files.read_engine import BoxRead, Checker, in_parallel, read_boxes, read_extents, stored_dtype
+from hpdcp._files.read_engine import BoxRead, Checker, in_parallel, read_boxes, read_extents
 from hpdcp._files.safetensors_layout import SafetensorsLayout, byte_pieces, check_files
 from hpdcp._format.columns import EntryKind, EntryTable
 from hpdcp._format.metadata import Metadata, StorageInfo
@@ -31,7 +31,9 @@ from hpdcp._plan.load_plan import ReadItem
 from hpdcp._plan.planner import LoadPlanner, SavePlanner
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.write_results import FileRecord, WriteResults
+from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.geometry import Box, relative
+from hpdcp._state.views import view_of_box
 from hpdcp_backends._zarr import groups as foreign
 from hpdcp_backends._zarr.arrange import arrange, itemsize_of, paths_of, steps_of
 from hpdcp_backends._zarr.codecs import Compression, decode
@@ -181,10 +183,8 @@ class ZarrLayout(Layout):
         for number in np.flatnonzero(np.isin(hand_over.item, rows)).tolist():
             row = int(hand_over.item[number])
             box = Box(*hand_over.taken.box(number))
-            target = memory[row]
             inside = relative(box, Box(*plan.chunks.box(row)))
-            for axis, (start, size) in enumerate(zip(inside.offsets, inside.sizes, strict=True)):
-                target = target.narrow(axis, start, size)
+            target = view_of_box(memory[row], inside.offsets, inside.sizes)
             key = _handed_key(int(hand_over.source[number]), naming.attempt)
             dtype = chunks[row].dtype
             info = StorageInfo(key, int(hand_over.offset[number]), box.volume * dtype.itemsize, ())
@@ -257,7 +257,7 @@ def _itemsize_on_disk(dtype: str, itemsize: int) -> int:
 def _chunk(plan: SavePlan, nodes: Mapping[int, str], row: int, compression: Compression | None) -> Chunk:
     entry = int(plan.chunks.entry[row])
     name = plan.entries.dtype(entry)
-    dtype: torch.dtype = getattr(torch, name)
+    dtype = dtype_of(name)
     offsets, sizes = plan.chunks.box(row)
     steps = steps_of(plan, entry)
     key = chunk_key(nodes[entry], offsets, steps, deeper=name not in ZARR_NAMES)
@@ -282,7 +282,7 @@ def _box_read(metadata: Metadata, item: ReadItem, planner: LoadPlanner) -> BoxRe
     entry = int(metadata.chunks.entry[item.storage_row])
     _, sizes = metadata.chunks.box(item.storage_row)
     fqn, name = item.dest_index.fqn, metadata.entries.dtype(entry)
-    dtype = stored_dtype(fqn, name)
+    dtype = dtype_of(name, fqn=fqn)
     compressed = Compression.of(metadata.settings) is not None
     if compressed or stored.length != torch.Size(sizes).numel() * dtype.itemsize:
         # Filled up where the tensor ends: the object holds as much as the grid's first one.
@@ -315,9 +315,6 @@ def _read_compressed(backend: Backend, reads: Sequence[BoxRead], checker: Checke
             ) from error
         whole = device.tensor_over(memory.data).view(first.dtype).view(first.sizes)
         for read in by_key[key]:
-            part = whole
-            for axis, (start, size) in enumerate(zip(read.box.offsets, read.box.sizes, strict=True)):
-                part = part.narrow(axis, start, size)
-            device.copy_into(read.target, part)
+            device.copy_into(read.target, view_of_box(whole, read.box.offsets, read.box.sizes))
 
     in_parallel(work, list(by_key), threads=_DECODERS_REMOTE if backend.remote else _DECODERS_LOCAL)

@@ -25,7 +25,9 @@ from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import Metadata, MetadataIndex, PerRank
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan, WriteItem
+from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.geometry import Box, intersect, relative
+from hpdcp._state.views import view_of_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ class StagedPlanner(SavePlanner):
     def get_tensor(self, item: WriteItem) -> torch.Tensor:
         index = item.index
         owner = -1 if index.owner is None else index.owner
-        dtype: torch.dtype = getattr(torch, self._plan.entries.dtype(self._entry[index.fqn, owner]))
+        dtype = dtype_of(self._plan.entries.dtype(self._entry[index.fqn, owner]))
         memory = self._memory.get(index)
         if memory is not None:
             return tensor_at(memory, dtype, index.sizes)
@@ -211,9 +213,7 @@ class StagedPlanner(SavePlanner):
             box = Box(held.offsets, held.sizes)
             if intersect(wanted, box) == wanted:
                 part = tensor_at(self._memory[held], dtype, held.sizes)
-                for axis, (start, size) in enumerate(zip(relative(wanted, box).offsets, wanted.sizes, strict=True)):
-                    part = part.narrow(axis, start, size)
-                return part
+                return view_of_box(part, relative(wanted, box).offsets, wanted.sizes)
         raise InvalidArgumentError(f"the plan has an item that was not staged: {index}.")
 
     def get_bytes(self, item: WriteItem) -> bytes:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from hpdcp._base.config import When
@@ -22,6 +21,7 @@ from hpdcp._comm.process_group import backends_of
 from hpdcp._devices import device
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.load_plan import ON_DEVICE, LoadPlan
+from hpdcp._state.dtypes import itemsize_of
 
 DEFAULT_BATCH_BYTES: Final = 6 * 1024 * 1024
 _CPU: Final = "cpu"
@@ -130,7 +130,7 @@ def share(plans: Sequence[LoadPlan], said: Sequence[Mapping[str, str]], metadata
     shared, groups = choose_sources(
         plans,
         metadata,
-        itemsize=lambda name: _dtype(name).itemsize,
+        itemsize=itemsize_of,
         transport=transport_dtype,
         shares=shares,
         exists=lambda group: meeting.hosts_meet(group) or meeting.devices_meet(group),
@@ -252,11 +252,6 @@ def host_id() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()} {boot}"
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else torch.uint8
 
 
 def _checked_groups(groups: Mapping[Any, Any]) -> dict[Group, dist.ProcessGroup]:

@@ -29,6 +29,8 @@ from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan.load_plan import LoadPlan, ReadItem, SharedPart, cut_items
 from hpdcp._plan.planner import LoadPlanner, PlannerContext
 from hpdcp._plan.storage import StorageReader
+from hpdcp._state.dtypes import dtype_of
+from hpdcp._state.views import view_of_box
 
 IN_FLIGHT: Final = 8
 """Broadcasts a rank has issued and not waited for."""
@@ -88,7 +90,7 @@ def units_of(parts: Sequence[SharedPart], batch_bytes: int) -> list[_Unit]:
     for part in parts:
         info, stored = part.info, part.stored_dtype
         count = math.prod(part.sizes)
-        nbytes = count * _dtype(stored).itemsize
+        nbytes = count * dtype_of(stored).itemsize
         if nbytes < batch_bytes:
             key = (info.group, info.source, stored, info.on_device)
             batch = batches.get(key)
@@ -108,11 +110,6 @@ def units_of(parts: Sequence[SharedPart], batch_bytes: int) -> list[_Unit]:
             unsaid[said] = 0
             units.append(_Unit(info.group, info.source, "uint8", on_device=info.on_device))
     return units
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 @contextlib.contextmanager
@@ -409,7 +406,7 @@ class _Load:
 
     def wire(self) -> torch.Tensor:
         """What is sent or received, as one flat tensor of the transport dtype."""
-        dtype = _dtype(self._unit.transport)
+        dtype = dtype_of(self._unit.transport)
         if self._buffer is None and self._sent is None:
             if self._targets:
                 return self._targets[0].detach().view(-1).view(dtype)
@@ -430,11 +427,7 @@ class _Load:
         for part, view in zip(self._unit.parts, self._views(self._buffer), strict=True):
             for item in cut_items(items[part.index], part.offsets, part.sizes, self._unit.source):
                 begin = tuple(a - b for a, b in zip(item.dest_offsets, part.offsets, strict=True))
-                box = view
-                for axis, (start, size) in enumerate(zip(begin, item.lengths, strict=True)):
-                    if size != part.sizes[axis]:
-                        box = box.narrow(axis, start, size)
-                memory[item.dest_index, item.dest_offsets, item.lengths] = box
+                memory[item.dest_index, item.dest_offsets, item.lengths] = view_of_box(view, begin, item.lengths)
                 wanted.append(item)
         reader.execute_read(LoadPlan.build(wanted), _IntoMemory(memory))
 
@@ -471,7 +464,7 @@ class _Load:
         if buffer is None:
             return [target.detach() for target in self._targets]
         unit = self._unit
-        flat = buffer[: unit.nbytes].view(_dtype(unit.stored)).split_with_sizes(unit.counts)
+        flat = buffer[: unit.nbytes].view(dtype_of(unit.stored)).split_with_sizes(unit.counts)
         return [piece.view(part.sizes) for piece, part in zip(flat, unit.parts, strict=True)]
 
 
@@ -480,7 +473,7 @@ def _can_receive(target: torch.Tensor, part: SharedPart, on_device: bool) -> boo
     return (
         (device.is_current(target) if on_device else device.is_host(target))
         and target.is_contiguous()
-        and target.dtype == _dtype(part.stored_dtype)
+        and target.dtype == dtype_of(part.stored_dtype)
         and not (target.is_conj() or target.is_neg())
     )
 

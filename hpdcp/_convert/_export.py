@@ -36,13 +36,14 @@ from hpdcp._base.timing import log_message
 from hpdcp._comm.exchange import Exchange
 from hpdcp._files.commit import publish_or_doubt, read_or_none
 from hpdcp._files.huggingface_folder import INDEX, WEIGHTS
-from hpdcp._format.container import TORCH_NAMES, TensorEntry, build_header, entry_nbytes
+from hpdcp._format.container import TensorEntry, build_header, entry_nbytes
+from hpdcp._format.dtypes import SAFETENSORS_NAMES
+from hpdcp._state.dtypes import dtype_name
 from hpdcp._state.mismatches import listed
 
 HEADER_METADATA: Final = {"format": "pt"}
 """What transformers asks of a file's header."""
 
-_NAMES: Final = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _PACKED: Final = "float4_e2m1fn_x2"
 """Counts pairs, where safetensors counts elements."""
 _SHARD: Final = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
@@ -68,19 +69,19 @@ class ExportTensor:
         Raises:
             UnsupportedTypeError: safetensors has no name for its dtype.
         """
-        torch_name = str(dtype).removeprefix("torch.")
+        torch_name = dtype_name(dtype)
         sizes = tuple(shape)
         if torch_name == _PACKED and sizes:
-            dtype_name, sizes = "F4", (*sizes[:-1], 2 * sizes[-1])
-        elif torch_name in _NAMES:
-            dtype_name = _NAMES[torch_name]
+            stored_as, sizes = "F4", (*sizes[:-1], 2 * sizes[-1])
+        elif torch_name in SAFETENSORS_NAMES:
+            stored_as = SAFETENSORS_NAMES[torch_name]
         else:
             raise UnsupportedTypeError(
                 f"{name!r} has dtype {torch_name}, which the safetensors format cannot name, so no Hugging Face file "
                 "can hold it. Leave it out, or cast it with dtype= where that is a cast to one of "
-                f"{', '.join(_NAMES)}."
+                f"{', '.join(SAFETENSORS_NAMES)}."
             )
-        return cls(name, dtype_name, sizes, entry_nbytes(dtype_name, sizes))
+        return cls(name, stored_as, sizes, entry_nbytes(stored_as, sizes))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from hpdcp._base.errors import InvalidArgumentError, UnsupportedTypeError
 from hpdcp._convert.tensor_streams import StoredTensors, Wanted
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata
+from hpdcp._state.dtypes import find_dtype
 from hpdcp._state.geometry import Box
 from hpdcp._state.mismatches import listed
 
@@ -102,7 +103,7 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     Raises:
         InvalidArgumentError: there is none of that name, or nothing is cast to it.
     """
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    found = find_dtype(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
         return None
     if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):

@@ -26,7 +26,7 @@ import torch
 
 from hpdcp._base import config
 from hpdcp._base.backend import ByteRange
-from hpdcp._base.errors import CheckpointReplacedError, CorruptCheckpointError, CoverageError, UnsupportedTypeError
+from hpdcp._base.errors import CheckpointReplacedError, CorruptCheckpointError, CoverageError
 from hpdcp._devices import device
 from hpdcp._files import registry
 from hpdcp._files.layout import Verify
@@ -36,7 +36,9 @@ from hpdcp._format.metadata import Metadata, MetadataIndex, StorageInfo
 from hpdcp._plan.load_plan import LoadPlan, ReadItem
 from hpdcp._plan.planner import LoadPlanner, PlannerContext
 from hpdcp._plan.stored_index import Stored
+from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.geometry import Box, flat_start, is_contiguous, missing, relative
+from hpdcp._state.views import view_of_box
 
 STREAM_BYTES: Final = 32 << 20
 """Most that a block holds, unless one row is larger; a multiple of `metadata.BLOCK_BYTES`, so that few
@@ -123,14 +125,8 @@ class StoredTensors:
         Raises:
             UnsupportedTypeError: this torch has no such dtype.
         """
-        name = self.metadata.entries.dtype(row)
-        found = getattr(torch, name, None)
-        if not isinstance(found, torch.dtype):
-            raise UnsupportedTypeError(
-                f"{self.metadata.entries.fqns[row]!r} is stored as {name}, a dtype that torch {torch.__version__} does "
-                "not have; leave it out, or use a newer torch."
-            )
-        return found
+        entries = self.metadata.entries
+        return dtype_of(entries.dtype(row), fqn=entries.fqns[row])
 
     def check(self, wanted: Iterable[Wanted]) -> None:
         """Raise unless all that is wanted is there: dtypes, every box, the files and how they begin.
@@ -390,11 +386,7 @@ class FillTargets(LoadPlanner):
         return plan
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
-        target = self._target_of(item)
-        for axis, (start, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            if size != target.shape[axis]:
-                target = target.narrow(axis, start, size)
-        return target
+        return view_of_box(self._target_of(item), item.dest_offsets, item.lengths)
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing: the memory is what counts."""

@@ -64,6 +64,7 @@ from hpdcp._format.metadata import Metadata
 from hpdcp._plan.planner import SavePlanner
 from hpdcp._plan.save_plan import WriteItem
 from hpdcp._plan.standard_planner import StandardSavePlanner
+from hpdcp._state.dtypes import itemsize_of
 from hpdcp._state.tree import flatten_state_dict
 
 __all__ = [
@@ -472,8 +473,7 @@ def _tensor_sizes(metadata: Metadata) -> dict[str, int]:
     entries, found = metadata.entries, dict[str, int]()
     volumes = entries.volumes()
     for row in np.flatnonzero(entries.kinds == EntryKind.TENSOR).tolist():
-        dtype = getattr(torch, entries.dtype(row), torch.uint8)
         owner = int(entries.owners[row])
         name = entries.fqns[row] if owner < 0 else f"{entries.fqns[row]} of rank {owner}"
-        found[name] = int(volumes[row]) * dtype.itemsize
+        found[name] = int(volumes[row]) * itemsize_of(entries.dtype(row))
     return found

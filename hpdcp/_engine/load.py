@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from hpdcp._base import config, progress
@@ -31,6 +30,7 @@ from hpdcp._format.metadata import Metadata
 from hpdcp._plan.load_plan import LoadPlan, decided_plan, decision_bytes
 from hpdcp._plan.planner import LoadPlanner, PlannerContext
 from hpdcp._plan.storage import RankMetadata, StorageReader
+from hpdcp._state.dtypes import itemsize_of
 
 _Groups: TypeAlias = Mapping[Group, dist.ProcessGroup]
 
@@ -223,7 +223,7 @@ def _bytes_to_read(plan: LoadPlan, metadata: Metadata, me: int) -> int:
     rows = items.storage_row[alone]
     elements = np.maximum(metadata.chunks.take(rows).volumes(), 1)
     own = items.boxes.volumes()[alone] * metadata.storage.length[rows] // elements
-    itemsizes = np.array([getattr(torch, name).itemsize for name in shared.dtype_names], dtype=np.int64)
+    itemsizes = np.array([itemsize_of(name) for name in shared.dtype_names], dtype=np.int64)
     sent = shared.boxes.volumes() * itemsizes[shared.stored_dtype]
     return int(own.sum() + sent[shared.source == me].sum())
 

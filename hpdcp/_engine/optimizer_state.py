@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from hpdcp._base.errors import InvalidArgumentError, LoadMismatchError, MissingKeysError, UnsupportedTypeError
+from hpdcp._base.errors import InvalidArgumentError, LoadMismatchError, MissingKeysError
 from hpdcp._base.timing import timed
 from hpdcp._comm.process_group import open_exchange
 from hpdcp._engine.load import find_metadata
@@ -26,6 +26,7 @@ from hpdcp._files.reader import open_reader
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import CHUNK_INFO, Metadata
 from hpdcp._plan.storage import StorageReader
+from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.paths import Path, build_tree, decode_path, fqn_of
 from hpdcp._state.sharding import LocalShards, local_shards
 
@@ -250,11 +251,7 @@ class _Layout:
         """The target for one state; None for a Python value."""
         if entry.kind is EntryKind.OBJECT:
             return None
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UnsupportedTypeError(
-                f"{entry.fqn!r} is stored as {entry.dtype}, a dtype that torch {torch.__version__} does not have."
-            )
+        dtype = dtype_of(entry.dtype, fqn=entry.fqn)
         if path[-1] == _STEP:
             # Counted on the host and never sharded, even for a 0-dim parameter; as torch's own optimizers do.
             device = self.parameter.device if self.on_device else torch.device("cpu")

@@ -27,11 +27,11 @@ from hpdcp._base.timing import log_message
 from hpdcp._files.read_engine import for_each_file
 from hpdcp._format.container import (
     MAX_READABLE_HEADER_BYTES,
-    TORCH_NAMES,
     ParsedHeader,
     header_length,
     parse_header,
 )
+from hpdcp._format.dtypes import TORCH_NAMES
 from hpdcp._format.metadata import HEAD_BYTES
 from hpdcp._state.mismatches import listed
 

@@ -25,12 +25,13 @@ import numpy as np
 import torch
 
 from hpdcp._base.backend import Backend, ByteRange
-from hpdcp._base.errors import CorruptCheckpointError, UnsupportedTypeError
+from hpdcp._base.errors import CorruptCheckpointError
 from hpdcp._base.threads import Threads
 from hpdcp._devices import device
 from hpdcp._devices.copies import Bounce, follow_all
 from hpdcp._format.metadata import BLOCK_BYTES, StorageInfo
-from hpdcp._state.geometry import Box, flat_start, is_contiguous, row_runs
+from hpdcp._state.geometry import Box, flat_start, is_contiguous, relative, row_runs
+from hpdcp._state.views import view_of_box
 
 SLAB_BYTES = 32 << 20
 """Most host memory that a window takes which passes through memory of the engine's own; a multiple of BLOCK_BYTES."""
@@ -61,16 +62,6 @@ class BoxRead:
     """What to read, in the stored chunk's own coordinates."""
     target: torch.Tensor
     """Shaped `box.sizes`; any device, dtype, strides."""
-
-
-def stored_dtype(fqn: str, name: str) -> torch.dtype:
-    """The dtype that metadata calls `name`; UnsupportedTypeError, naming the tensor, where this torch has none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UnsupportedTypeError(
-            f"{fqn!r} is stored as {name}, a dtype that torch {torch.__version__} does not have."
-        )
-    return dtype
 
 
 class Checker:
@@ -351,9 +342,7 @@ def _take_whole(target: torch.Tensor, elements: torch.Tensor, copy: Copy) -> Non
 
 def _take_slab(read: BoxRead, slab: Box, strides: tuple[int, ...], elements: torch.Tensor, copy: Copy) -> None:
     """Copy what is wanted of a slab's span into its place in the target."""
-    target = read.target
-    for axis, (begin, start, size) in enumerate(zip(read.box.offsets, slab.offsets, slab.sizes, strict=True)):
-        target = target.narrow(axis, start - begin, size)
+    target = view_of_box(read.target, relative(slab, read.box).offsets, slab.sizes)
     copy(target, elements.as_strided(slab.sizes, strides))
 
 

@@ -25,14 +25,16 @@ from hpdcp._base.errors import CorruptCheckpointError, KeyExistsError
 from hpdcp._devices import device
 from hpdcp._devices.copies import Downloads
 from hpdcp._files.layout import FileNaming, Layout, Verify
-from hpdcp._files.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents, stored_dtype
+from hpdcp._files.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents
 from hpdcp._format.columns import EntryKind
-from hpdcp._format.container import MAX_HEADER_BYTES, TORCH_NAMES, TensorEntry, build_header
+from hpdcp._format.container import MAX_HEADER_BYTES, TensorEntry, build_header
+from hpdcp._format.dtypes import SAFETENSORS_NAMES
 from hpdcp._format.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata, StorageInfo
 from hpdcp._plan.load_plan import ReadItem
 from hpdcp._plan.planner import LoadPlanner, SavePlanner
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
+from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.geometry import Box
 
 VIEW_BYTES: Final = 512 << 10
@@ -40,11 +42,6 @@ VIEW_BYTES: Final = 512 << 10
 it is written right after, which brings a save in memory from 0.79 to 0.86 of one without checksums."""
 PIECE_BYTES: Final = 16 << 20
 """Host memory that one copy of a part of a tensor takes, where its own memory cannot be written as it is."""
-
-_SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
-    found: name for name, torch_name in TORCH_NAMES.items() if (found := getattr(torch, torch_name, None)) is not None
-}
-"""What safetensors can name and torch shapes the same way; all others are stored as U8, one dimension deeper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +156,7 @@ def _box_read(metadata: Metadata, item: ReadItem, planner: LoadPlanner) -> BoxRe
     entry = int(metadata.chunks.entry[item.storage_row])
     _, sizes = metadata.chunks.box(item.storage_row)
     fqn, name = item.dest_index.fqn, metadata.entries.dtype(entry)
-    dtype = stored_dtype(fqn, name)
+    dtype = dtype_of(name, fqn=fqn)
     if stored.length != torch.Size(sizes).numel() * dtype.itemsize:
         raise CorruptCheckpointError(
             f"{fqn!r}: {list(sizes)} of {name} is not {stored.length} bytes; .metadata is damaged."
@@ -320,8 +317,8 @@ def _extents(plan: SavePlan) -> tuple[list[_Extent], list[_Extent]]:
         if item.kind is EntryKind.OBJECT:
             objects.append(_Extent(row, item, names.of(item), "U8", (item.nbytes,), 1, about))
             continue
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        name = _SAFETENSORS_NAMES.get(dtype)
+        dtype = dtype_of(entry.dtype)
+        name = SAFETENSORS_NAMES.get(entry.dtype)
         about |= {"dtype": entry.dtype, "shape": entry.shape, "offsets": item.index.offsets}
         shape = item.index.sizes if name is not None else (*item.index.sizes, dtype.itemsize)
         tensors.append(_Extent(row, item, names.of(item), name or "U8", shape, dtype.itemsize, about))

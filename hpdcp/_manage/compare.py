@@ -31,6 +31,7 @@ from hpdcp._format.metadata import Metadata
 from hpdcp._manage._value_differences import Flow, Tally
 from hpdcp._manage._value_differences import ValueDifference as ValueDifference
 from hpdcp._state import objects
+from hpdcp._state.dtypes import itemsize_of
 from hpdcp._state.geometry import Box
 
 _OBJECT_BYTES: Final = 32 << 20
@@ -267,7 +268,7 @@ class _Side:
         if self.kind(row) is EntryKind.OBJECT:
             rows = self.metadata.chunk_rows(row)
             return int(self.metadata.storage.length[rows[0] : rows[-1] + 1].sum())
-        return math.prod(self.shape(row)) * getattr(torch, self.dtype(row), torch.uint8).itemsize
+        return math.prod(self.shape(row)) * itemsize_of(self.dtype(row))
 
     def place(self, row: int) -> tuple[int, int]:
         """Where its first chunk lies, to read in the order of files."""

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
-import torch
 
 from hpdcp._format.columns import (
     I64,
@@ -21,6 +20,7 @@ from hpdcp._format.columns import (
 )
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import MetadataIndex
+from hpdcp._state.dtypes import itemsize_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class SavePlan:
         """What this rank hands over, as a plan of its own."""
         assert self.hand_over is not None
         given = self.hand_over.given
-        itemsize = np.array([_itemsize(name) for name in self.entries.dtype_names], dtype=np.int64)
+        itemsize = np.array([itemsize_of(name) for name in self.entries.dtype_names], dtype=np.int64)
         nbytes = given.volumes() * itemsize[self.entries.dtype_codes[given.entry]]
         return SavePlan(self.entries, given, nbytes, self.storage_data)
 
@@ -262,11 +262,6 @@ class SavePlan:
     @cached_property
     def _fqns(self) -> list[str]:
         return list(self.entries.fqns)
-
-
-def _itemsize(name: str) -> int:
-    dtype = getattr(torch, name, None) if name else None
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else 0
 
 
 class _LazyItems(Sequence[WriteItem]):

@@ -29,20 +29,13 @@ from hpdcp._plan.replicas import drop_duplicates
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._plan.stored_index import Stored
 from hpdcp._state import objects
+from hpdcp._state.dtypes import dtype_name, dtype_of, find_dtype
 from hpdcp._state.geometry import Box, intersect, missing, relative
 from hpdcp._state.mismatches import Problems, Trouble, listed
 from hpdcp._state.paths import Path, build_tree, decode_path, encode_path
 from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards, tie_key
 from hpdcp._state.tree import Leaf, StateTree, pick, walk
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's own name, without the module.
-
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
+from hpdcp._state.views import view_of_box
 
 
 class StandardSavePlanner(SavePlanner):
@@ -136,7 +129,7 @@ class StandardSavePlanner(SavePlanner):
         wanted = Box(index.offsets, index.sizes)
         for chunk in shards.chunks:
             if intersect(wanted, chunk.box) == wanted:
-                return _narrowed(shards.view(chunk), relative(wanted, chunk.box))
+                return view_of_box(shards.view(chunk), relative(wanted, chunk.box).offsets, wanted.sizes)
         raise InvalidArgumentError(f"the plan has an item that this rank does not hold: {index}.")
 
     def get_bytes(self, item: WriteItem) -> bytes:
@@ -304,9 +297,9 @@ class StandardLoadPlanner(LoadPlanner):
     def _check_dtype(self, fqn: str, stored: str, wanted: torch.dtype) -> bool:
         if stored == dtype_name(wanted):
             return True
-        found = getattr(torch, stored, None)
+        found = find_dtype(stored)
         described = f"{fqn!r} (stored {stored}, wanted {dtype_name(wanted)})"
-        if not self._allow_dtype_cast or not isinstance(found, torch.dtype) or not _castable(found, wanted):
+        if not self._allow_dtype_cast or found is None or not _castable(found, wanted):
             self._problems.add(Trouble.DTYPE, fqn, described)
             return False
         self._casts.append(described)
@@ -382,11 +375,8 @@ class StandardLoadPlanner(LoadPlanner):
         # Before memory is taken: here the checkpoint alone says how much.
         if self._note_hole(entry.fqn, whole, pieces):
             return None
-        dtype = getattr(torch, entry.dtype, None)
         try:
-            if not isinstance(dtype, torch.dtype):
-                raise UnsupportedTypeError(f"{entry.fqn!r} is stored as {entry.dtype}, which this torch lacks")
-            tensor = device.empty_on_host(entry.shape, dtype)
+            tensor = device.empty_on_host(entry.shape, dtype_of(entry.dtype, fqn=entry.fqn))
         except (UnsupportedTypeError, RuntimeError) as error:
             self._problems.add(Trouble.REFUSED, entry.fqn, f"{entry.fqn!r} of shape {list(entry.shape)}: {error}")
             return None
@@ -416,7 +406,7 @@ class StandardLoadPlanner(LoadPlanner):
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
         shards, chunk = self._targets[item.dest_index]
-        return _narrowed(shards.view(chunk), Box(item.dest_offsets, item.lengths))
+        return view_of_box(shards.view(chunk), item.dest_offsets, item.lengths)
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         # Filled by address, which autograd does not see: a backward pass that still needs the old values must fail.
@@ -499,13 +489,6 @@ def _read_item(index: MetadataIndex, dest: Box, storage_row: int, have: Box, par
     return ReadItem(
         index, storage_row, relative(part, dest).offsets, relative(part, have).offsets, part.sizes, EntryKind.TENSOR
     )
-
-
-def _narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if size != tensor.shape[axis]:
-            tensor = tensor.narrow(axis, start, size)
-    return tensor
 
 
 def _check_fillable(tensor: torch.Tensor, fqn: str) -> None:

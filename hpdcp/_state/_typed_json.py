@@ -41,6 +41,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hpdcp._format.dtypes import SAFETENSORS_NAMES
+from hpdcp._state.dtypes import dtype_name, find_dtype
+
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -134,7 +137,7 @@ class Encoder:
     def _array(self, array: Array, depth: int) -> Json:
         descr = self.encode(_describe(array.dtype), depth)
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-        name = _PART_NAMES.get(array.dtype.name) if array.dtype.isnative and order == "C" else None
+        name = SAFETENSORS_NAMES.get(array.dtype.name) if array.dtype.isnative and order == "C" else None
         data = _array_bytes(array, order)
         ref = self._keep(name or "U8", array.shape if name else (len(data),), data)
         return {"$array": [ref, descr, list(array.shape), order]}
@@ -145,15 +148,15 @@ class Encoder:
             raise NotTypedError(f"{class_name(type(tensor))} ({tensor.layout}, {tensor.dtype}, on {tensor.device})")
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        dtype, shape = _short(tensor.dtype), tuple(tensor.shape)
-        name = _PART_NAMES.get(dtype)
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        name = SAFETENSORS_NAMES.get(dtype)
         ref = self._keep(name or "U8", shape if name else (len(data),), data)
         return {"$tensor": [ref, dtype, list(shape), tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)]}
 
-    def _keep(self, dtype_name: str, shape: tuple[int, ...], data: bytes) -> int | str:
+    def _keep(self, stored_as: str, shape: tuple[int, ...], data: bytes) -> int | str:
         if self.parts is None:
             return _base64(data)
-        self.parts.append(Part(dtype_name, shape, data))
+        self.parts.append(Part(stored_as, shape, data))
         return len(self.parts) - 1
 
 
@@ -237,9 +240,9 @@ class _Beside:
         return flat.reshape(shape, order=order).copy(order=order)  # type: ignore[call-overload, no-any-return]
 
     def tensor(
-        self, ref: object, dtype_name: str, shape: Sequence[int], requires_grad: bool, is_parameter: bool
+        self, ref: object, named: str, shape: Sequence[int], requires_grad: bool, is_parameter: bool
     ) -> torch.Tensor:
-        dtype = _DTYPES[dtype_name]
+        dtype = _dtype_of(named)
         data, count = self.data(ref), prod(shape)
         if min(shape, default=0) < 0 or count * dtype.itemsize != len(data):
             raise ValueError(f"{len(data)} bytes do not make {shape} of {dtype}")
@@ -319,8 +322,11 @@ def _is_reachable(kind: type) -> bool:
         return False
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _dtype_of(name: str) -> torch.dtype:
+    found = find_dtype(name)
+    if found is None:
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found
 
 
 def _describe(dtype: np.dtype[Any]) -> object:
@@ -411,35 +417,6 @@ _FACTORIES: Final[Mapping[str | None, Callable[[], object] | None]] = MappingPro
     }
 )
 
-_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
-    {_short(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-)
-
-_PART_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "bool": "BOOL",
-        "uint8": "U8",
-        "uint16": "U16",
-        "uint32": "U32",
-        "uint64": "U64",
-        "int8": "I8",
-        "int16": "I16",
-        "int32": "I32",
-        "int64": "I64",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "float32": "F32",
-        "float64": "F64",
-        "complex64": "C64",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e8m0fnu": "F8_E8M0",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    }
-)
-"""numpy's and torch's common dtype names → safetensors'; any other is kept as its bytes."""
-
 _RECORDS: Final[Mapping[type, _Record]] = MappingProxyType(
     {
         tuple: _Record("tuple", list, tuple),
@@ -478,7 +455,7 @@ _RECORDS: Final[Mapping[type, _Record]] = MappingProxyType(
             "numpy.bytes", lambda v: [bytes.__getitem__(v, slice(None))], lambda p: np.bytes_(_only(bytes, p))
         ),
         torch.Size: _Record("torch.Size", list, torch.Size),
-        torch.dtype: _Record("torch.dtype", lambda v: [_short(v)], lambda p: _DTYPES[_only(str, p)]),
+        torch.dtype: _Record("torch.dtype", lambda v: [dtype_name(v)], lambda p: _dtype_of(_only(str, p))),
         torch.device: _Record("torch.device", lambda v: [str(v)], lambda p: torch.device(_only(str, p))),
     }
 )

@@ -28,7 +28,8 @@ from hpdcp._base.errors import (
     UnsafePickleError,
     UnsupportedTypeError,
 )
-from hpdcp._format.container import DTYPE_BITS, TensorEntry, build_header, parse_header
+from hpdcp._format.container import TensorEntry, build_header, parse_header
+from hpdcp._format.dtypes import DTYPE_BITS
 from hpdcp._state._typed_json import (
     MAX_DEPTH,
     Encoder,

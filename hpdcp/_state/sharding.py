@@ -29,6 +29,7 @@ from hpdcp._state.geometry import (
     split_flat_interval,
 )
 from hpdcp._state.ragged import RaggedShard, as_ragged, divisions
+from hpdcp._state.views import view_of_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,7 @@ class LocalShards:
         local, where, sizes = self.tensors[chunk.tensor], chunk.local, chunk.box.sizes
         if isinstance(where, FlatSpan):
             return local.view(-1)[where.start : where.stop].view(sizes)
-        for dim, (start, size) in enumerate(zip(where.offsets, where.sizes, strict=True)):
-            if size != local.shape[dim]:
-                local = local.narrow(dim, start, size)
-        return local
+        return view_of_box(local, where.offsets, where.sizes)
 
 
 def local_shards(tensor: torch.Tensor, *, key: str) -> LocalShards:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hpdcp._base.errors import StateDictError
 from hpdcp._format.columns import (
@@ -24,6 +23,7 @@ from hpdcp._format.columns import (
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.save_plan import HandOver, SavePlan
 from hpdcp._plan.whole_plan import entry_rows
+from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.geometry import Box
 from hpdcp._state.paths import decode_path
 from hpdcp_backends._zarr.grid import Cell, cells, cells_inside, chunk_shape
@@ -123,9 +123,7 @@ def arrange(
 
 def itemsize_of(entries: EntryTable, row: int) -> int:
     """Bytes of an element of a tensor on record."""
-    dtype = getattr(torch, entries.dtype(row))
-    assert isinstance(dtype, torch.dtype)
-    return dtype.itemsize
+    return dtype_of(entries.dtype(row)).itemsize
 
 
 def _check_names(entries: EntryTable) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import crc32c
 import numpy as np
-import torch
 
 from hpdcp._base.backend import Backend, ByteRange, KeyInfo
 from hpdcp._base.errors import (
@@ -21,7 +20,6 @@ from hpdcp._base.errors import (
     NotSupportedError,
     StorageError,
     UnsupportedFormatError,
-    UnsupportedTypeError,
 )
 from hpdcp._devices import device
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
@@ -29,6 +27,7 @@ from hpdcp._format.container import StringColumn
 from hpdcp._format.metadata import HEAD_BYTES, NO_CHECKSUMS, Metadata, StorageTable
 from hpdcp._plan.load_plan import ReadItem
 from hpdcp._plan.planner import LoadPlanner
+from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.paths import decode_path, encode_path, fqn_of
 from hpdcp_backends._zarr.metadata import NODE, ZARR_NAMES
 
@@ -95,9 +94,7 @@ def read(backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planne
     for item in items:
         info = metadata.storage_info(item.storage_row)
         entry = metadata.entries[int(metadata.chunks.entry[item.storage_row])]
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UnsupportedTypeError(f"{entry.fqn!r} is of zarr's type {entry.dtype}, which torch does not have.")
+        dtype = dtype_of(entry.dtype, fqn=entry.fqn)
         path = info.key.rpartition("/")[0]
         array = _zarr_says(backend, path, partial(_array_at, group, path))
         target = planner.acquire_tensor(item)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import hpdcp
 from hpdcp import offline_transform
-from hpdcp._format.container import TORCH_NAMES
+from hpdcp._format.dtypes import TORCH_NAMES
 from tests.support.huggingface import INDEX, blanks, same, write_shards, write_single
 
 DTYPES = [getattr(torch, name) for name in TORCH_NAMES.values()] + [torch.float4_e2m1fn_x2]

@@ -25,7 +25,7 @@ from hpdcp._base.errors import (
     UnsupportedFormatError,
 )
 from hpdcp._files.huggingface_folder import Weights, read_weights
-from hpdcp._format.container import DTYPE_BITS
+from hpdcp._format.dtypes import DTYPE_BITS
 from hpdcp_backends.local import LocalBackend
 from tests.support.backends import Traffic, registered
 from tests.support.huggingface import (

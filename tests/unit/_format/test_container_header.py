@@ -16,7 +16,6 @@ from safetensors.numpy import save
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._format import container
 from hpdcp._format.container import (
-    DTYPE_BITS,
     StoredEntry,
     TensorEntry,
     build_header,
@@ -24,6 +23,7 @@ from hpdcp._format.container import (
     header_length,
     parse_header,
 )
+from hpdcp._format.dtypes import DTYPE_BITS
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
