@@ -17,8 +17,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from hpdcp._base.errors import HpdcpError, InvalidArgumentError
 from hpdcp._comm.exchange import Alone
 from hpdcp._convert.locations import metadata_of
