@@ -44,7 +44,8 @@ def find_device(asked: str) -> Any:
         return torch.device("npu", 0)
     if asked != "auto":
         from hpdcp._base.errors import NotSupportedError
-        from hpdcp._devices.device import device_module, named_device
+        from hpdcp._devices.device import device_module
+        from tests.support.devices import named_device
 
         try:
             kind = named_device(asked)
@@ -83,15 +84,15 @@ def seconds(wait: Callable[[], object], work: Callable[[], object]) -> float:
 def measure(contestant: str, device: Any, nbytes: int, folder: Path) -> harness.Figures:
     import hpdcp
     from hpdcp._background import _arena
-    from hpdcp._devices import copies
+    from hpdcp._devices import buffers, streams
 
     # An event on the stream that computes; never the whole device, which the fake one would not allow.
-    wait = copies.settle
+    wait = streams.wait_for_caller
     state = build(device, nbytes)
     if contestant == "raw":
         return measure_raw(state, wait)
     locked = [0]
-    allocate = copies.allocate_pinned
+    allocate = buffers.allocate_pinned
 
     def counted(size: int) -> Any:
         if contestant == "pageable":
@@ -100,7 +101,7 @@ def measure(contestant: str, device: Any, nbytes: int, folder: Path) -> harness.
         locked[0] += size
         return made
 
-    copies.allocate_pinned = counted
+    buffers.allocate_pinned = counted
     if contestant == "pageable":
         _arena.lock_pages = lambda memory, kind: None
     taken = device_bytes(device)
@@ -122,9 +123,9 @@ def measure(contestant: str, device: Any, nbytes: int, folder: Path) -> harness.
 
 
 def measure_raw(state: dict[str, Any], wait: Callable[[], object]) -> harness.Figures:
-    from hpdcp._devices import copies
+    from hpdcp._devices import buffers
 
-    kept = {key: copies.allocate_pinned(tensor.nbytes).view(tensor.dtype) for key, tensor in state.items()}
+    kept = {key: buffers.allocate_pinned(tensor.nbytes).view(tensor.dtype) for key, tensor in state.items()}
 
     def down() -> None:
         for key, tensor in state.items():

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from hpdcp._base.backend import spare_cores
 from hpdcp._base.errors import StorageError
 from hpdcp._devices import device
 from hpdcp._devices.staging import lock_pages
@@ -25,8 +23,6 @@ from hpdcp._devices.staging import lock_pages
 _ALIGNMENT: Final = 64
 _GRANULE: Final = 2 << 20
 """Segments are a multiple of this long."""
-_COPY_BYTES: Final = 16 << 20
-"""What one thread copies at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,49 +134,6 @@ def tensor_at(memory: memoryview, dtype: torch.dtype, sizes: Sequence[int]) -> t
     if not len(memory):
         return torch.empty(tuple(sizes), dtype=dtype, device="cpu")
     return device.tensor_over(memory).view(dtype).view(tuple(sizes))
-
-
-def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each source into its target with every core this process may use; returns when all have landed."""
-    pieces = [piece for target, source in pairs for piece in _pieces(target, source)]
-    threads = min(spare_cores(), len(pieces))
-    position = iter(range(len(pieces)))
-    lock = threading.Lock()
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        while not failures:
-            with lock:
-                number = next(position, None)
-            if number is None:
-                return
-            try:
-                device.copy_into(*pieces[number])
-            except BaseException as error:  # noqa: BLE001  # raised again in the calling thread
-                failures.append(error)
-
-    helpers = [threading.Thread(target=work, name="hpdcp-staging") for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if failures:
-        raise failures[0]
-
-
-def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of one copy for several threads; whole where it is small."""
-    nbytes = target.numel() * target.element_size()
-    if nbytes <= _COPY_BYTES or target.dim() == 0:
-        return [(target, source)]
-    axis = next((axis for axis, size in enumerate(target.shape) if size > 1), 0)
-    rows = max(1, _COPY_BYTES * target.shape[axis] // nbytes)
-    return [
-        (target.narrow(axis, start, size), source.narrow(axis, start, size))
-        for start in range(0, target.shape[axis], rows)
-        for size in [min(rows, target.shape[axis] - start)]
-    ]
 
 
 def _aligned(length: int) -> int:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpdcp._background._arena import Arena, Place, Segment, copy_all, tensor_at
+from hpdcp._background._arena import Arena, Place, Segment, tensor_at
 from hpdcp._background.data_copier import DataCopier
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._base.timing import timed
 from hpdcp._devices import device
-from hpdcp._devices.staging import DeviceCopies
+from hpdcp._devices.staging import DeviceCopies, copy_all
 from hpdcp._format.columns import I64, EntryKind
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import Metadata, MetadataIndex, PerRank

@@ -66,6 +66,12 @@ def log_message(level: int, text: str) -> None:
     _LOGGER.log(level, text)
 
 
+@functools.cache
+def log_once(level: int, text: str) -> None:
+    """`log_message`, unless this process has logged the same text before."""
+    log_message(level, text)
+
+
 class stage:  # noqa: N801  # reads as a verb: `with stage("execute_write"):`
     """Times what it encloses and reports it under `name`; a stage left by an exception is reported as failed.
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hpdcp._base.errors import InvalidArgumentError, PeerLostError
-from hpdcp._devices import copies, device
+from hpdcp._devices import buffers, device, streams
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan.load_plan import LoadPlan, ReadItem, SharedPart, cut_items
 from hpdcp._plan.planner import LoadPlanner, PlannerContext
@@ -218,7 +218,7 @@ class _Walk:
                 self._land()
             if any(unit.on_device for unit in units):
                 # A broadcast that was waited for is waited for by the device only; its group may go when this returns.
-                copies.settle()
+                streams.wait_for_caller()
         finally:
             ahead.close()
         if self._failure is not None:
@@ -236,7 +236,7 @@ class _Walk:
 
     def _step(self, unit: _Unit, ahead: _ReadAhead) -> None:
         if not unit.parts:
-            where = copies.device_buffer(1) if unit.on_device else device.empty_on_host((1,), torch.uint8)
+            where = buffers.device_buffer(1) if unit.on_device else device.empty_on_host((1,), torch.uint8)
             status = where.fill_(int(self._in_trouble.is_set()))
             self._send(unit, status, lambda: self._heed(int(status[0]) != 0))
             return
@@ -390,7 +390,7 @@ class _Load:
         self._targets = targets
         if unit.batch or not (unit.parts[0].info.direct and _can_receive(targets[0], unit.parts[0], unit.on_device)):
             if receives and unit.on_device:
-                self._sent = copies.device_buffer(self._size)
+                self._sent = buffers.device_buffer(self._size)
                 return
             self._make_buffer()
 
@@ -400,7 +400,7 @@ class _Load:
 
     def _make_buffer(self) -> None:
         for_device = self._unit.on_device or any(not device.is_host(target) for target in self._targets)
-        self._buffer = copies.host_buffer(self._size, for_device=for_device)
+        self._buffer = buffers.host_buffer(self._size, for_device=for_device)
         if self._unit.batch:
             self._buffer[self._unit.nbytes :] = 0
 
@@ -414,7 +414,7 @@ class _Load:
             self._make_buffer()
         if self._unit.on_device and self._sent is None:
             assert self._buffer is not None
-            self._sent = copies.to_device(self._size, self._buffer)
+            self._sent = buffers.to_device(self._size, self._buffer)
         wire = self._buffer if self._sent is None else self._sent
         assert wire is not None
         return wire.view(dtype)

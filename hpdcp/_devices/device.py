@@ -1,16 +1,13 @@
-"""The floor below all that touches devices: bytes of host memory, copies, synchronisation, torch's device modules.
+"""Tensors and the bytes they are made of, on whatever device they are; torch's module for that device.
 
-A device is what the tensor says it is, reached through `torch.get_device_module`, so a backend that registers itself
-with torch needs no line of its own; the one that has some is `torch_npu`, an extra that must match torch's version.
-Copies beside other work of a device are in `device_copy`. No other module of hpdcp names a kind of device.
+A device is what the tensor says it is, reached through `torch.get_device_module`, so a kind of device that registers
+itself with torch needs no line of its own; the one that has some is the NPU. No other package of hpdcp names a kind of
+device, and all copies here block unless told otherwise; copies beside other work are made on `streams`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Final
@@ -19,6 +16,7 @@ import numpy as np
 import torch
 
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
+from hpdcp._devices._npu import NPU, check_torch_npu
 
 _SUB_BYTE_NAMES: Final = [f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 8)]
 
@@ -98,7 +96,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous host tensor with the same value: the tensor's own memory where it is fit, else a copy.
 
-    Detached, with lazy conjugation and negation carried out. Blocks until a copy from a device has landed.
+    Detached, with lazy conjugation and negation carried out. Blocks until a copy from a device is done.
     """
     value = tensor.detach()
     if value.dtype in SUB_BYTE_DTYPES:
@@ -136,8 +134,8 @@ def device_module(device: torch.device) -> ModuleType:
     Raises:
         NotSupportedError: torch has no such module here, or `torch_npu` does not fit this torch.
     """
-    if device.type == _NPU:
-        _check_npu()
+    if device.type == NPU:
+        check_torch_npu()
     try:
         module: ModuleType = torch.get_device_module(device)
     except RuntimeError as error:
@@ -146,52 +144,6 @@ def device_module(device: torch.device) -> ModuleType:
             "package that brings it before hpdcp is asked to save or load such tensors."
         ) from error
     return module
-
-
-def named_device(kind: str) -> torch.device:
-    """The kind of device that a configuration names, as `cuda` or `npu`.
-
-    Raises:
-        NotSupportedError: torch knows none of that name here, or `torch_npu` does not fit this torch.
-    """
-    if kind == _NPU:
-        _check_npu()  # before that, torch does not know the name
-    try:
-        return torch.device(kind)
-    except RuntimeError as error:
-        raise NotSupportedError(f"torch {torch.__version__} knows no device {kind!r}: {error}") from error
-
-
-_NPU: Final = "npu"
-_NPU_PACKAGE: Final = "torch_npu"
-
-
-@functools.cache
-def _check_npu() -> None:
-    """Import `torch_npu`, unless someone else has registered devices of that name, and compare its version."""
-    if hasattr(torch, _NPU) and _NPU_PACKAGE not in sys.modules:
-        return
-    try:
-        package = importlib.import_module(_NPU_PACKAGE)
-    except Exception as error:
-        # An ImportError where it is not installed; where it was built for another torch, whatever its libraries raise.
-        raise NotSupportedError(
-            f"tensors on an Ascend NPU need torch_npu, which could not be imported beside torch {torch.__version__}: "
-            f"{type(error).__name__}: {error}. {_npu_advice()}"
-        ) from error
-    found = str(getattr(package, "__version__", "unknown"))
-    if found.split(".")[:2] != torch.__version__.split(".")[:2]:
-        raise NotSupportedError(
-            f"torch_npu {found} is made for another torch than {torch.__version__}, which is installed here. "
-            f"{_npu_advice()}"
-        )
-
-
-def _npu_advice() -> str:
-    minor = ".".join(torch.__version__.split(".")[:2])
-    return (
-        f'Install the one made for it: pip install "hpdcp[npu]" "torch_npu=={minor}.*", or another torch with its own.'
-    )
 
 
 def synchronize(device: torch.device) -> None:

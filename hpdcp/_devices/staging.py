@@ -1,26 +1,32 @@
-"""Devices' tensors into memory that other processes share, while the trainer waits.
+"""Tensors into memory that other processes share, while the trainer waits.
 
-Where the device's runtime can page-lock memory that is there already, the shared memory is locked once and copies go
-straight into it, all of them in one go. Elsewhere, and for tensors whose elements are not in a row, they go through the
-page-locked memory of a download, and one more copy on the host.
+What is on the host is copied by several threads. From a device whose runtime can page-lock memory that is there
+already, copies go straight into the shared memory, which is locked once, all of them in one go. Elsewhere, and for
+tensors whose elements are not in a row, they go through the page-locked memory of a download, and one more copy on the
+host.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from hpdcp._base.timing import log_message
-from hpdcp._devices.copies import Downloads, Landing, lane
+from hpdcp._base.backend import spare_cores
+from hpdcp._base.timing import log_once
 from hpdcp._devices.device import SUB_BYTE_DTYPES, copy_into, device_module, tensor_over
+from hpdcp._devices.downloads import Downloads
+from hpdcp._devices.streams import CopyEvent, copy_stream
 
 _PORTABLE: Final = 1
 """Locked for every device of the process."""
+_COPY_BYTES: Final = 16 << 20
+"""What one thread copies at a time."""
 
 
 def lock_pages(memory: memoryview, device: torch.device) -> Callable[[], object] | None:
@@ -36,9 +42,10 @@ def lock_pages(memory: memoryview, device: torch.device) -> Callable[[], object]
     status = int(runtime.cudaHostRegister(address, len(memory), _PORTABLE))
     if status:
         _forget_error(device)
-        _say_once(
+        log_once(
+            logging.WARNING,
             f"{len(memory)} bytes of shared memory could not be page-locked for {device.type} (error {status}): "
-            "asynchronous saves copy once more on the host. Look at the container's memory limit."
+            "asynchronous saves copy once more on the host. Look at the container's memory limit.",
         )
         return None
     return functools.partial(runtime.cudaHostUnregister, address)
@@ -56,18 +63,18 @@ class DeviceCopies:
     """Copies from devices into host memory, begun at once and done when `finish` returns.
 
     Args:
-        places: the memory for each source, and whether it is page-locked.
+        targets: the memory for each source, and whether it is page-locked.
         sources: device tensors.
     """
 
-    def __init__(self, places: Sequence[tuple[memoryview, bool]], sources: Sequence[torch.Tensor]) -> None:
+    def __init__(self, targets: Sequence[tuple[memoryview, bool]], sources: Sequence[torch.Tensor]) -> None:
         self._rest: list[tuple[memoryview, torch.Tensor]] = []
-        self._landings: list[Landing] = []
-        used = {source.device: lane(source.device) for source in sources}
-        for one in used.values():
-            one.follow()
+        self._events: list[CopyEvent] = []
+        used = {source.device: copy_stream(source.device) for source in sources}
+        for stream in used.values():
+            stream.follow()
         try:
-            for (memory, locked), source in zip(places, sources, strict=True):
+            for (memory, locked), source in zip(targets, sources, strict=True):
                 in_a_row = source.is_contiguous() and not (source.is_conj() or source.is_neg())
                 if not len(memory):
                     continue
@@ -80,10 +87,10 @@ class DeviceCopies:
                 used[source.device].copy(target, source, non_blocking=True)
         except BaseException:
             self._rest = []
-            self._landings = [one.mark() for one in used.values()]
+            self._events = [stream.record_event() for stream in used.values()]
             self.finish()
             raise
-        self._landings = [one.mark() for one in used.values()]
+        self._events = [stream.record_event() for stream in used.values()]
 
     def finish(self) -> None:
         """Return when every source may be changed and all memory holds what it is to hold."""
@@ -95,10 +102,48 @@ class DeviceCopies:
                 filled[number] += len(part)
                 copy_into(tensor_over(self._rest[number][0][start : filled[number]]), part)
         finally:
-            for landing in self._landings:
-                landing.synchronize()
+            for event in self._events:
+                event.synchronize()
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    log_message(logging.WARNING, text)
+def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each source into its target with every core this process may use; return when all is copied."""
+    pieces = [piece for target, source in pairs for piece in _pieces(target, source)]
+    threads = min(spare_cores(), len(pieces))
+    position = iter(range(len(pieces)))
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while not failures:
+            with lock:
+                number = next(position, None)
+            if number is None:
+                return
+            try:
+                copy_into(*pieces[number])
+            except BaseException as error:  # noqa: BLE001  # raised again in the calling thread
+                failures.append(error)
+
+    helpers = [threading.Thread(target=work, name="hpdcp-staging") for _ in range(threads - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    if failures:
+        raise failures[0]
+
+
+def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of one copy for several threads; whole where it is small."""
+    nbytes = target.numel() * target.element_size()
+    if nbytes <= _COPY_BYTES or target.dim() == 0:
+        return [(target, source)]
+    axis = next((axis for axis, size in enumerate(target.shape) if size > 1), 0)
+    rows = max(1, _COPY_BYTES * target.shape[axis] // nbytes)
+    return [
+        (target.narrow(axis, start, size), source.narrow(axis, start, size))
+        for start in range(0, target.shape[axis], rows)
+        for size in [min(rows, target.shape[axis] - start)]
+    ]

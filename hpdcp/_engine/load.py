@@ -25,7 +25,7 @@ from hpdcp._broadcast.reader_choice import Group
 from hpdcp._broadcast.walk import broadcast_groups_for_load, read_and_broadcast
 from hpdcp._comm.exchange import Alone, Exchange
 from hpdcp._comm.process_group import ProcessGroupExchange
-from hpdcp._devices.copies import after_the_caller
+from hpdcp._devices.streams import after_the_caller
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.load_plan import LoadPlan, decided_plan, decision_bytes
 from hpdcp._plan.planner import LoadPlanner, PlannerContext

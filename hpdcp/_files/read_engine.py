@@ -28,7 +28,8 @@ from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError
 from hpdcp._base.threads import Threads
 from hpdcp._devices import device
-from hpdcp._devices.copies import Bounce, follow_all
+from hpdcp._devices.streams import follow_all
+from hpdcp._devices.uploads import BounceBuffers
 from hpdcp._format.metadata import BLOCK_BYTES, StorageInfo
 from hpdcp._state.geometry import Box, flat_start, is_contiguous, relative, row_runs
 from hpdcp._state.views import view_of_box
@@ -207,7 +208,7 @@ class _WindowReader:
         self._backend = backend
         self._checker = checker
         self._memory = np.empty(0, np.uint8)
-        self._bounce = Bounce()
+        self._bounce = BounceBuffers()
 
     def close(self) -> None:
         """Return when everything has reached its target, on devices as well."""

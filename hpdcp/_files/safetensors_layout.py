@@ -23,7 +23,7 @@ import torch
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError, KeyExistsError
 from hpdcp._devices import device
-from hpdcp._devices.copies import Downloads
+from hpdcp._devices.downloads import Downloads
 from hpdcp._files.layout import FileNaming, Layout, Verify
 from hpdcp._files.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents
 from hpdcp._format.columns import EntryKind

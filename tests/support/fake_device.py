@@ -23,7 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from hpdcp._devices import copies
+from hpdcp._devices import buffers
 
 NAME: Final = "npu"
 _PAGE: Final = mmap.PAGESIZE
@@ -334,6 +334,6 @@ def install() -> FakeDevice:
         for name, kernel in kernels:
             library.impl(name, kernel, "PrivateUse1")
         _libraries.append(library)
-        copies.allocate_pinned = STATE.pin
-        copies.is_pinned = STATE.is_pinned
+        buffers.allocate_pinned = STATE.pin
+        torch.Tensor.is_pinned = lambda tensor, device=None: STATE.is_pinned(tensor)  # type: ignore[method-assign]
     return STATE

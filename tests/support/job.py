@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpdcp._devices.device import device_module, named_device
+from hpdcp._devices.device import device_module
+from tests.support.devices import named_device
 
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
 """A collective that some rank never reaches ends here, long before the time limit of the whole run."""

@@ -21,8 +21,9 @@ from hpdcp._background import async_save
 from hpdcp._background._arena import Arena, tensor_at
 from hpdcp._background._staging import build_staged_state_dict
 from hpdcp._base.errors import InvalidArgumentError, StorageError
-from hpdcp._devices import copies
-from hpdcp._devices.copies import Downloads, after_the_caller
+from hpdcp._devices import buffers, downloads, streams
+from hpdcp._devices.downloads import Downloads
+from hpdcp._devices.streams import after_the_caller
 from hpdcp._files import read_engine
 from hpdcp._files.safetensors_layout import block_checksums, byte_pieces
 from hpdcp._plan.planner import PlannerContext
@@ -38,14 +39,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, t
 def _nothing_left_queued() -> Iterator[None]:
     DEVICE.log.clear()
     yield
-    assert copies.lane(torch.device(NAME, 0))._stream.ended == copies.lane(torch.device(NAME, 0))._stream.begun
+    stream = streams.copy_stream(torch.device(NAME, 0))._stream
+    assert stream.ended == stream.begun
     assert not [line for line in DEVICE.log if "pageable later" in line]
 
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches and slabs of 4 KiB, so that small tensors take many."""
-    monkeypatch.setattr(copies, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(downloads, "BATCH_BYTES", 4096)
     monkeypatch.setattr(read_engine, "SLAB_BYTES", 4096)
 
 
@@ -142,7 +144,7 @@ def test_a_thread_s_copies_follow_the_stream_of_the_caller_it_works_for() -> Non
 
 
 def test_the_next_batch_is_on_its_way_while_one_is_used() -> None:
-    size = copies.BATCH_BYTES
+    size = downloads.BATCH_BYTES
     tensors = [(number, on_device(torch.full((size,), number, dtype=torch.uint8))) for number in range(4)]
     DEVICE.log.clear()
     for number, _ in Downloads[int](0).on_host(tensors):
@@ -169,11 +171,11 @@ def test_memory_handed_out_stays_as_it_is_for_the_write_window(window: int, seed
             tensors.append((number, on_device(tensor.reshape(-1, 2 if len(tensor) % 2 == 0 else 1)).t()))
         else:
             tensors.append((number, on_device(tensor)))
-    downloads = Downloads[int](window)
+    under_test = Downloads[int](window)
     for _ in range(2):
         recent: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         pieces: dict[int, list[torch.Tensor]] = {}
-        for number, piece in downloads.on_host(tensors):
+        for number, piece in under_test.on_host(tensors):
             flat = piece.reshape(-1)
             pieces.setdefault(number, []).append(flat.clone())
             recent.append((flat, flat.clone()))
@@ -183,7 +185,7 @@ def test_memory_handed_out_stays_as_it_is_for_the_write_window(window: int, seed
                 assert torch.equal(held, kept), "memory was used again too early"
         for number, tensor in tensors:
             assert torch.equal(torch.cat(pieces[number]), shadow(tensor).contiguous().reshape(-1))
-        downloads.release()
+        under_test.release()
     assert DEVICE.pinned_bytes - before <= 2 * window + 4 * 4096
 
 
@@ -213,7 +215,7 @@ def test_a_save_locks_little_memory_whatever_the_size_of_the_state(tmp_path: Pat
     before, device_bytes = DEVICE.pinned_bytes, DEVICE.held()
     DEVICE.forget_peak()
     hpdcp.save(state, checkpoint_id=tmp_path / "c")
-    assert DEVICE.pinned_bytes - before <= window + 3 * copies.BATCH_BYTES < 100 << 20
+    assert DEVICE.pinned_bytes - before <= window + 3 * downloads.BATCH_BYTES < 100 << 20
     assert DEVICE.peak == device_bytes
     # The memory was used again many times below a backend that writes on threads of its own.
     loaded = {key: torch.zeros(5 << 20, dtype=torch.int32) for key in state}
@@ -298,7 +300,7 @@ def test_where_nothing_can_be_page_locked_copies_block_and_the_log_says_so(
     def refuse(nbytes: int) -> torch.Tensor:
         raise RuntimeError(f"no {nbytes} bytes to lock")
 
-    monkeypatch.setattr(copies, "allocate_pinned", refuse)
+    monkeypatch.setattr(buffers, "allocate_pinned", refuse)
     value = torch.arange(50_000.0)
     with caplog.at_level(logging.WARNING, "hpdcp"):
         hpdcp.save({"t": on_device(value)}, checkpoint_id=tmp_path / "c")
@@ -311,12 +313,12 @@ def test_where_nothing_can_be_page_locked_copies_block_and_the_log_says_so(
 @pytest.mark.usefixtures("small_batches")
 def test_a_device_without_streams_is_waited_for_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[object] = []
-    plain = copies.Lane.__new__(copies.Lane)
-    monkeypatch.setattr(copies, "device_module", lambda _: SimpleNamespace())
+    plain = streams.CopyStream.__new__(streams.CopyStream)
+    monkeypatch.setattr(streams, "device_module", lambda _: SimpleNamespace())
     plain.__init__(torch.device(NAME, 0))  # type: ignore[misc]
     monkeypatch.undo()
-    monkeypatch.setattr(copies, "lane", lambda _: plain)
-    monkeypatch.setattr(copies, "synchronize", waits.append)
+    monkeypatch.setattr(streams, "copy_stream", lambda _: plain)
+    monkeypatch.setattr(streams, "synchronize", waits.append)
     value = torch.arange(5000.0)
     hpdcp.save({"t": on_device(value)}, checkpoint_id=tmp_path / "c")
     target = on_device(torch.zeros(5000))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
-from hpdcp._devices import device
+from hpdcp._devices._npu import check_torch_npu
 from hpdcp._devices.device import (
     SUB_BYTE_DTYPES,
     copy_into,
@@ -22,7 +22,6 @@ from hpdcp._devices.device import (
     empty_on_host,
     host_bytes,
     is_host,
-    named_device,
     synchronize,
     to_host,
 )
@@ -183,7 +182,7 @@ def test_a_device_that_cannot_synchronise_is_named(monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def npu_package(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has a `torch_npu` of some version installed, which registers nothing."""
-    device._check_npu.cache_clear()
+    check_torch_npu.cache_clear()
 
     def install(version: str) -> None:
         package = ModuleType("torch_npu")
@@ -197,7 +196,7 @@ def test_a_torch_npu_for_another_torch_is_named_with_the_one_to_install(npu_pack
     minor = ".".join(torch.__version__.split(".")[:2])
     npu_package("1.11.0.post4")
     with pytest.raises(NotSupportedError) as caught:
-        named_device("npu")
+        check_torch_npu()
     text = str(caught.value)
     assert "torch_npu 1.11.0.post4" in text
     assert torch.__version__ in text
@@ -206,19 +205,17 @@ def test_a_torch_npu_for_another_torch_is_named_with_the_one_to_install(npu_pack
 
 def test_a_torch_npu_of_the_same_minor_version_passes(npu_package: Callable[[str], None]) -> None:
     npu_package(".".join(torch.__version__.split(".")[:2]) + ".7rc1")
-    device._check_npu()
+    check_torch_npu()
 
 
 def test_a_torch_npu_that_is_not_there_or_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    device._check_npu.cache_clear()
+    check_torch_npu.cache_clear()
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(NotSupportedError, match=r"need torch_npu, which could not be imported.*pip install"):
-        named_device("npu")
+        check_torch_npu()
 
 
 def test_devices_that_torch_does_not_know_are_named() -> None:
-    with pytest.raises(NotSupportedError, match="knows no device 'abacus'"):
-        named_device("abacus")
     with pytest.raises(NotSupportedError, match="no module for devices of type 'ipu'"):
         device_module(torch.device("ipu"))
 
