@@ -227,7 +227,7 @@ def open_store(master: tuple[str, int], deadline: timedelta) -> TCPStore:
 def tell_of_death(job: Job) -> None:
     """Let the other ranks' workers know that this rank's is no more, so that they do not wait for it."""
     if job.coordination is Coordination.STORAGE:
-        mailbox.tell_of_death(job.writer.open(job.identity).open_place(), job.identity.attempt, job.rank)
+        mailbox.report_dead_worker(job.writer.open(job.identity).open_place(), job.identity.attempt, job.rank)
     elif job.coordination is Coordination.GLOO:
         store = open_store(job.master, timedelta(seconds=10))
         PrefixStore(workers_key(job.identity.attempt), store).set(DEAD, str(job.rank))

@@ -33,7 +33,7 @@ from hpdcp._base import config
 from hpdcp._base.config import Config
 from hpdcp._base.errors import HpdcpError, InvalidArgumentError, NotSupportedError, WorkerDiedError, rebuild
 from hpdcp._base.timing import log_message, timed
-from hpdcp._comm import process_group
+from hpdcp._comm.identity import attempt_id, rank_and_world_size, run_id
 from hpdcp._engine.save import plan_key
 from hpdcp._files.folder_save import SaveIdentity, next_ordinal
 from hpdcp._files.writer import open_writer
@@ -184,7 +184,7 @@ def async_save(
             state_dict,
             open_writer(checkpoint_id, storage_writer),
             planner or StandardSavePlanner(),
-            process_group.open_ranks(no_dist=no_dist),
+            rank_and_world_size(no_dist=no_dist),
             use_collectives=use_collectives and not no_dist,
             use_gloo=use_gloo,
         )
@@ -223,9 +223,9 @@ class _Call:
         )
 
     def run(self, callback: Callable[[], object] | None) -> AsyncSaveResponse:
-        run = process_group.run_nonce()
+        run = run_id()
         ordinal = next_ordinal(run, self._place, self._world_size)
-        attempt = process_group.agree_on_attempt(self._place, ordinal, alone=self._world_size == 1)
+        attempt = attempt_id(self._place, ordinal, alone=self._world_size == 1)
         identity = SaveIdentity(attempt, run, ordinal)
         writer, planner = WriterSpec.of(self._writer), PlannerSpec.of(self._planner)
         settings = sendable(self._settings, "the configuration")

@@ -179,7 +179,7 @@ class Worker:
                 attempt=job.identity.attempt,
                 rank=job.rank,
                 world_size=job.world_size,
-                deadline=config.current().mailbox_deadline,
+                timeout=config.current().mailbox_deadline,
             )
             try:
                 yield mailbox

@@ -4,8 +4,7 @@ A step is a function that each rank runs on its own and, for some, one that the 
 Whatever either raises is caught, travels as text, and is raised on every rank; no step leaves a rank waiting for
 one that failed. Nothing that can raise may run between two steps outside of one.
 
-How bytes get from rank to rank is for others to say: process groups in `collectives`, storage in `mailbox`, which
-needs no torch.
+How bytes get from rank to rank is for others to say: `process_group`, or `mailbox`, which needs no torch.
 """
 
 from __future__ import annotations
@@ -57,7 +56,14 @@ class Failed:
 
 
 class Exchange(ABC):
-    """One interface over a process group, a single rank, and ranks that do not talk to one another."""
+    """The steps that ranks take together, whatever carries their messages.
+
+    Every rank calls the same methods in the same order. `step` says in errors what was being done.
+
+    Raises, on every rank alike:
+        RankFailedError: a rank failed; of the class that the causes share, where they do.
+        PeerLostError: a rank died, or sent nothing in time.
+    """
 
     rank: int
     world_size: int
@@ -68,29 +74,31 @@ class Exchange(ABC):
         return self.rank == COORDINATOR
 
     @abstractmethod
-    def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        """Every rank's `local()` goes to the coordinator, `combine` answers them all, each rank gets its own part."""
+    def gather_scatter(
+        self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]
+    ) -> bytes:
+        """Gather every rank's `local()` on the coordinator; this rank's of the answers that `combine` makes."""
 
     @abstractmethod
-    def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """Every rank's `local()` goes to the coordinator; what `combine` makes of them goes to every rank."""
+    def gather_broadcast(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """Gather every rank's `local()` on the coordinator; what `combine` makes of them, on every rank."""
 
     @abstractmethod
-    def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
+    def broadcast(self, step: str, make: Callable[[], bytes]) -> bytes:
         """What the coordinator's `make()` returns, on every rank."""
 
     def agree(self, step: str, local: Callable[[], T]) -> T:
-        """Run `local()` on every rank; return its value here once all ranks have succeeded."""
+        """This rank's `local()`, once all ranks have succeeded with theirs; nobody sees another rank's value."""
         kept: list[T] = []
 
         def run() -> bytes:
             kept.append(local())
             return b""
 
-        self.conclude(step, run, lambda _: b"")
+        self.gather_broadcast(step, run, lambda _: b"")
         return kept[0]
 
-    def vote(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
+    def min_max(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
         """The least and the greatest of each of the `count` numbers that ranks' `local()` return, on every rank.
 
         Numbers are at least 0 and below 2**63.
@@ -100,13 +108,13 @@ class Exchange(ABC):
             votes = np.stack([np.frombuffer(answer, dtype=np.int64) for answer in answers])
             return np.concatenate([votes.min(axis=0), votes.max(axis=0)]).tobytes()
 
-        answer = self.conclude(step, lambda: np.array(local(), dtype=np.int64).tobytes(), combine)
+        answer = self.gather_broadcast(step, lambda: np.array(local(), dtype=np.int64).tobytes(), combine)
         both: list[int] = np.frombuffer(answer, dtype=np.int64).tolist()
         return both[:count], both[count:]
 
 
 class Alone(Exchange):
-    """A rank that neither asks nor tells anyone: the only one, or one of many without collectives."""
+    """A rank that sends nothing to others: the only one, or one of many without collectives."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
@@ -116,18 +124,20 @@ class Alone(Exchange):
     def is_coordinator(self) -> bool:
         return True
 
-    def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+    def gather_scatter(
+        self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]
+    ) -> bytes:
         return combine([local()])[0]
 
-    def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+    def gather_broadcast(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
         return combine([local()])
 
-    def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
+    def broadcast(self, step: str, make: Callable[[], bytes]) -> bytes:
         return make()
 
 
 class FramedExchange(Exchange):
-    """An exchange made of three ways to move bytes; what moves says whether it is an answer or a failure."""
+    """An exchange made of three ways to move bytes. Each message says whether it is an answer or a failure."""
 
     @abstractmethod
     def _gather(self, step: str, payload: bytes) -> list[bytes] | None:
@@ -141,17 +151,19 @@ class FramedExchange(Exchange):
     def _broadcast(self, step: str, whole: bytes | None) -> bytes:
         """What the coordinator passes."""
 
-    def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        answers = self._gather(step, _attempt(self.rank, local))
+    def gather_scatter(
+        self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]
+    ) -> bytes:
+        answers = self._gather(step, _outcome(self.rank, local))
         return self._open(step, self._scatter(step, None if answers is None else self._combine(answers, combine)))
 
-    def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
-        answers = self._gather(step, _attempt(self.rank, local))
+    def gather_broadcast(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        answers = self._gather(step, _outcome(self.rank, local))
         whole = None if answers is None else self._combine(answers, lambda parts: [combine(parts)])[0]
         return self._open(step, self._broadcast(step, whole))
 
-    def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
-        return self._open(step, self._broadcast(step, _attempt(self.rank, make) if self.is_coordinator else None))
+    def broadcast(self, step: str, make: Callable[[], bytes]) -> bytes:
+        return self._open(step, self._broadcast(step, _outcome(self.rank, make) if self.is_coordinator else None))
 
     def _combine(self, answers: list[bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
         """The coordinator's framed answers, one for each rank; every one a failure if any rank failed."""
@@ -197,7 +209,7 @@ def failure_frame(rank: int, error: Exception) -> bytes:
     return _frame([Failed.of(rank, error)])
 
 
-def _attempt(rank: int, local: Callable[[], bytes]) -> bytes:
+def _outcome(rank: int, local: Callable[[], bytes]) -> bytes:
     try:
         return b"+" + local()
     except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it

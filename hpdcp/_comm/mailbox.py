@@ -1,7 +1,7 @@
-"""Ranks that exchange through the storage they save to: no process group, no pickle.
+"""Steps that all ranks share, over the storage they save to: no process group, no pickle.
 
-Each message is one small file under a folder of the attempt, published in one step and checked from mark to mark.
-Every rank leaves its message for the coordinator and looks for the answer; looking means listing the folder and then
+Each message is one small file in a folder of the attempt, published in one step and checked from mark to mark.
+Every rank writes its message for the coordinator and polls for the answer; polling means listing the folder and then
 reading, since a network file system may go on for half a minute not seeing a name it once looked up in vain. Messages
 grow with the number of ranks, not with its square.
 """
@@ -42,7 +42,7 @@ class Mailbox(FramedExchange):
 
     Args:
         attempt: agreed by all ranks beforehand; messages of other attempts are in other folders and never read.
-        deadline: seconds without any new message after which the ranks still missing are given up.
+        timeout: seconds without any new message after which the ranks still missing count as lost.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Mailbox(FramedExchange):
         attempt: str,
         rank: int,
         world_size: int,
-        deadline: float,
+        timeout: float,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._backend = backend
         self._folder = mailbox_folder(attempt)
-        self._deadline = deadline
+        self._timeout = timeout
         self._steps = itertools.count()
         self._step = 0
         self._asked, self._answered = "STATUS", "RESULT"
@@ -69,7 +69,7 @@ class Mailbox(FramedExchange):
             self._post(self._key(self._asked, self.rank), payload)
             return None
         others = {rank: self._key(self._asked, rank) for rank in range(self.world_size) if rank != self.rank}
-        found, lost = self._await(step, others, self._deadline)
+        found, lost = self._await(step, others, self._timeout)
         # A lost rank answers too, with why: what the coordinator tells the others then ends their wait as well.
         answers = {rank: failure_frame(rank, error) for rank, error in lost.items()} | found | {self.rank: payload}
         return [answers[rank] for rank in range(self.world_size)]
@@ -88,34 +88,36 @@ class Mailbox(FramedExchange):
         return whole
 
     def _from_coordinator(self, step: str, key: str) -> bytes:
-        found, lost = self._await(step, {COORDINATOR: key}, self._deadline)
+        found, lost = self._await(step, {COORDINATOR: key}, self._timeout)
         if lost:
             raise lost[COORDINATOR]
         return found[COORDINATOR]
 
-    def plan(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+    def gather_scatter(
+        self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]
+    ) -> bytes:
         self._asked, self._answered = "LOCAL_PLAN", "FINAL_PLAN"
-        return super().plan(step, local, combine)
+        return super().gather_scatter(step, local, combine)
 
-    def conclude(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+    def gather_broadcast(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
         self._asked, self._answered = "STORAGE_DATA", "RESULT"
-        return super().conclude(step, local, combine)
+        return super().gather_broadcast(step, local, combine)
 
-    def announce(self, step: str, make: Callable[[], bytes]) -> bytes:
+    def broadcast(self, step: str, make: Callable[[], bytes]) -> bytes:
         self._step = next(self._steps)
-        return super().announce(step, make)
+        return super().broadcast(step, make)
 
     def close(self) -> None:
-        """Leave word that this rank needs no message any more; the coordinator waits for all and clears up.
+        """Say that this rank needs no message any more; the coordinator waits for all to say so and removes the folder.
 
-        What cannot be removed is left to the next attempt on the folder.
+        What cannot be removed is left to the next attempt.
         """
         try:
             if not self.is_coordinator:
                 self._post(self._key("DONE", self.rank, last=True), b"")
                 return
             others = {rank: self._key("DONE", rank, last=True) for rank in range(self.world_size) if rank != self.rank}
-            self._await("closing the mailbox", others, min(self._deadline, _CLOSING_SECONDS))
+            self._await("closing the mailbox", others, min(self._timeout, _CLOSING_SECONDS))
         except (CheckpointError, StorageError):
             pass
         clear_mailbox(self._backend, self._folder)
@@ -133,7 +135,7 @@ class Mailbox(FramedExchange):
             list(pool.map(lambda pair: self._post(*pair), messages.items()))
 
     def _await(
-        self, step: str, keys: Mapping[int, str], deadline: float
+        self, step: str, keys: Mapping[int, str], timeout: float
     ) -> tuple[dict[int, bytes], dict[int, PeerLostError]]:
         """The message under each rank's key, once all are there or lost; and why the lost ones are."""
         missing = dict(keys)
@@ -148,7 +150,7 @@ class Mailbox(FramedExchange):
             read = self._read_all({rank: key for rank, key in missing.items() if key in there})
             found |= read
             for rank in [rank for rank in missing if rank not in read]:
-                if _death_key(self._folder, rank) in there:
+                if _dead_key(self._folder, rank) in there:
                     lost[rank] = PeerLostError(f"{step}: the background worker of rank {rank} died.")
                 elif rank in departed and missing[rank] not in there:
                     lost[rank] = PeerLostError(f"{step}: rank {rank} gave up. Look at its output for the error.")
@@ -157,9 +159,9 @@ class Mailbox(FramedExchange):
             missing = {rank: key for rank, key in missing.items() if rank not in found and rank not in lost}
             if read:
                 last, pauses = time.monotonic(), _pauses()
-            elif time.monotonic() - last > deadline:
+            elif time.monotonic() - last > timeout:
                 text = (
-                    f"{step}: no message for {deadline:.0f} s in {self._backend.url}/{self._folder}; still missing are "
+                    f"{step}: no message for {timeout:.0f} s in {self._backend.url}/{self._folder}; still missing are "
                     f"ranks {sorted(missing)[:8]} ({len(missing)} in all). Look at their output for the first error."
                 )
                 return found, lost | {rank: PeerLostError(text) for rank in missing}
@@ -189,13 +191,13 @@ class Mailbox(FramedExchange):
         return payload
 
 
-def tell_of_death(backend: Backend, attempt: str, rank: int) -> None:
-    """Let the others know that this rank's worker is no more, so that nobody waits for it."""
+def report_dead_worker(backend: Backend, attempt: str, rank: int) -> None:
+    """Tell the other ranks that this rank's background worker died, so that nobody waits for it."""
     backend.prepare()
-    backend.publish(_death_key(mailbox_folder(attempt), rank), b"")
+    backend.publish(_dead_key(mailbox_folder(attempt), rank), b"")
 
 
-def _death_key(folder: str, rank: int) -> str:
+def _dead_key(folder: str, rank: int) -> str:
     return f"{folder}/DEAD_{rank}"
 
 

@@ -1,12 +1,9 @@
-"""Shared steps over a process group, and what ranks agree on without a word: who they are, and ids."""
+"""Steps that all ranks share, over a process group of torch."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import os
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Final
@@ -36,7 +33,7 @@ class ProcessGroupExchange(FramedExchange):
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
-    def vote(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
+    def min_max(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
         failure: Exception | None = None
         # One message for all: the greatest of a number is the least of its negative, and the first says who is well.
         votes = torch.zeros(1 + 2 * count, dtype=torch.int64, device="cpu")
@@ -143,26 +140,6 @@ def open_exchange(*, no_dist: bool, use_collectives: bool) -> Exchange:
     return ProcessGroupExchange(_host_group())
 
 
-def open_ranks(*, no_dist: bool) -> tuple[int, int]:
-    """This process's rank and the number of ranks, without a word to any of them."""
-    if no_dist or not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
-
-
-def agree_on_attempt(place: str, ordinal: int, *, alone: bool) -> str:
-    """An id for save number `ordinal` to `place`, the same on all ranks and new; nobody waits for anybody.
-
-    The first rank to ask the process group's store decides; `alone`, nobody is asked.
-    """
-    nonce = uuid.uuid4().hex[:16]
-    if alone or not dist.is_available() or not dist.is_initialized():
-        return nonce
-    name = hashlib.blake2b(f"{place}\n{ordinal}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    store = dist.distributed_c10d._get_default_store()
-    return store.compare_set(f"hpdcp/attempt/{name}", "", nonce).decode()
-
-
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Kind of device → the name of what carries its tensors in this group."""
     pairs = (pair.split(":") for pair in str(dist.get_backend_config(group)).split(",") if ":" in pair)
@@ -194,21 +171,6 @@ def _host_group() -> dist.ProcessGroup:
         )
         _own_group = (default, dist.new_group(backend="gloo", timeout=timeout))
     return _own_group[1]
-
-
-def run_nonce() -> str:
-    """Equal on all ranks of this run, different in any other; agreed through the store, no collective."""
-    named = os.environ.get("HPDCP_RUN_ID")
-    if named:
-        return f"{named}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if dist.is_available() and dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        agreed = store.compare_set("hpdcp/run", "", uuid.uuid4().hex)
-        return agreed.decode()
-    return _ALONE_NONCE
-
-
-_ALONE_NONCE: Final = uuid.uuid4().hex
 
 
 def _raise_if(failure: Exception | None) -> None:

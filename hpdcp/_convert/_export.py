@@ -243,7 +243,7 @@ class Export:
             HpdcpError: on every rank; what was written is removed, and an older export is as it was.
         """
         exchange = self._exchange
-        least, most = exchange.vote("comparing what is to be exported", 1, lambda: [self._digest()])
+        least, most = exchange.min_max("comparing what is to be exported", 1, lambda: [self._digest()])
         if least != most:
             raise InvalidArgumentError(
                 f"ranks were given different tensors to export to {self._backend.url}: give all of them the same "

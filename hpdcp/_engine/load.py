@@ -80,7 +80,7 @@ def find_metadata(
             return _BY_RANK
 
     with stage("load_metadata"):
-        answer = exchange.announce("reading the metadata", look)
+        answer = exchange.broadcast("reading the metadata", look)
     if answer[:1] == _GLOBAL:
         return Metadata.from_bytes(memoryview(answer)[1:], where="the checkpoint's metadata"), None
     return None, exchange.agree("reading the ranks' metadata", lambda: reader().load_rank_metadata(exchange.rank))
@@ -157,7 +157,7 @@ class _Load:
             return [decision_bytes(plan, local) for plan, local in zip(plans, local_plans, strict=True)]
 
         with stage("all_gather_object"):
-            decision = exchange.plan("planning the load", plan_locally, plan_globally)
+            decision = exchange.gather_scatter("planning the load", plan_locally, plan_globally)
         if only_if_complete and not self._planner.complete:
             return False
         plan = decided_plan(decision, self._local_plan)

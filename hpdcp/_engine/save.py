@@ -76,13 +76,13 @@ class _Save:
     def plan(self) -> None:
         self._cached = self._agreed_plan()
         if self._cached is not None:
-            self._decided = self._exchange.announce("starting the save", self._begin_as_cached)
+            self._decided = self._exchange.broadcast("starting the save", self._begin_as_cached)
             if self._decided:
                 log_message(logging.INFO, "Hit final plan and metadata cache.")
                 return
         self._cached = None
         with stage("all_gather_object"):
-            self._answer = self._exchange.plan("planning the save", self._plan_locally, self._plan_globally)
+            self._answer = self._exchange.gather_scatter("planning the save", self._plan_locally, self._plan_globally)
 
     def _own_part(self) -> SavePlan:
         if self._cached is not None:
@@ -93,7 +93,7 @@ class _Save:
 
     def _agreed_plan(self) -> CachedPlan | None:
         """An earlier plan that is right for this save on every rank; None on every rank when there is none."""
-        least, most = self._exchange.vote("starting the save", 3, self._look_up)
+        least, most = self._exchange.min_max("starting the save", 3, self._look_up)
         if not least[0] or least[2] != most[2]:
             return None
         agreed = {most[1]}
@@ -101,7 +101,7 @@ class _Save:
             # Some rank's part is the same in several saves, and it could not know which of these this one is.
             ids = (least[1], most[1])
             known = {plan.plan_id for plan in self._found}
-            everywhere, _ = self._exchange.vote(
+            everywhere, _ = self._exchange.min_max(
                 "starting the save", 2, lambda: [int(number in known) for number in ids]
             )
             agreed = {number for number, held in zip(ids, everywhere, strict=True) if held}
@@ -176,7 +176,7 @@ class _Save:
         try:
             if self._writer.hands_over:
                 self._exchange.agree("handing over what other ranks write", self._hand_over)
-            published = self._exchange.conclude("saving", self._write, self._commit)
+            published = self._exchange.gather_broadcast("saving", self._write, self._commit)
         except Exception as error:
             if not _may_be_published(error):
                 self._discard(error)

@@ -13,7 +13,7 @@ from hpdcp._base import progress
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointExistsError, NotSupportedError
 from hpdcp._base.timing import log_message
-from hpdcp._comm import process_group
+from hpdcp._comm.identity import run_id
 from hpdcp._files.commit import (
     METADATA,
     Attempt,
@@ -171,7 +171,7 @@ class SaveByRank(FolderSave):
         identity = setup.identity
         if identity is None:
             # Counted before anything of this rank can fail, so that a rank that does stays in step with the others.
-            run = process_group.run_nonce()
+            run = run_id()
             identity = SaveIdentity(self.attempt, run, next_ordinal(run, self.backend.url, self.context.world_size))
         self.facts |= {"rank": str(self.context.rank), "run": identity.run, "ordinal": str(identity.ordinal)}
 

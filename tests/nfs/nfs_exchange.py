@@ -18,12 +18,14 @@ def test_ranks_on_two_clients_agree_attempt_after_attempt(mounts: Mounts) -> Non
     def run(rank: int, attempt: str) -> tuple[object, ...]:
         backend = NfsBackend(str((mounts.a, mounts.b)[rank % 2] / "step_1"))
         backend.prepare()
-        mailbox = Mailbox(backend, attempt=attempt, rank=rank, world_size=WORLD, deadline=20.0)
-        told = mailbox.announce("telling", lambda: attempt.encode())
+        mailbox = Mailbox(backend, attempt=attempt, rank=rank, world_size=WORLD, timeout=20.0)
+        told = mailbox.broadcast("telling", lambda: attempt.encode())
         mine = bytes([rank]) * (1 + 50_000 * rank)
-        part = mailbox.plan("planning", lambda: mine, lambda parts: [text[:9] + b"!" for text in parts])
+        part = mailbox.gather_scatter("planning", lambda: mine, lambda parts: [text[:9] + b"!" for text in parts])
         sums = [
-            mailbox.conclude("summing", lambda n=n: bytes([rank + n]), lambda parts: bytes([sum(b"".join(parts))]))
+            mailbox.gather_broadcast(
+                "summing", lambda n=n: bytes([rank + n]), lambda parts: bytes([sum(b"".join(parts))])
+            )
             for n in range(3)
         ]
         mailbox.close()

@@ -15,7 +15,7 @@ from hpdcp._background._link import Message
 from hpdcp._background.async_save import rows_needed
 from hpdcp._background.worker import _published
 from hpdcp._base.errors import StateDictError
-from hpdcp._comm import process_group
+from hpdcp._comm.identity import attempt_id
 from hpdcp._files.folder_save import SaveIdentity, next_ordinal
 from hpdcp._plan import replicas
 from hpdcp._plan.plan_cache import CachedPlan, PlanCache
@@ -122,6 +122,4 @@ def test_a_save_whose_last_word_was_lost_is_known_by_what_was_published(tmp_path
 
 def test_saves_alone_and_saves_of_all_are_counted_apart() -> None:
     assert [next_ordinal("run of a test", "place", world) for world in (1, 1, 4, 1, 4)] == [1, 2, 1, 3, 2]
-    assert process_group.agree_on_attempt("place", 1, alone=True) != process_group.agree_on_attempt(
-        "place", 1, alone=True
-    )
+    assert attempt_id("place", 1, alone=True) != attempt_id("place", 1, alone=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpdcp._base.errors import CorruptCheckpointError, HpdcpError, PeerLostError, StateDictError, StorageError
-from hpdcp._comm.mailbox import Mailbox, mailbox_folder, tell_of_death
+from hpdcp._comm.mailbox import Mailbox, mailbox_folder, report_dead_worker
 from hpdcp._files.commit import Attempt
 from hpdcp_backends.local import LocalBackend
 
@@ -19,19 +19,19 @@ ATTEMPT = "0123456789abcdef"
 WORLD = 4
 
 
-def opened(folder: Path, rank: int, *, deadline: float = 10.0, attempt: str = ATTEMPT, world: int = WORLD) -> Mailbox:
+def opened(folder: Path, rank: int, *, timeout: float = 10.0, attempt: str = ATTEMPT, world: int = WORLD) -> Mailbox:
     backend = LocalBackend(str(folder))
     backend.prepare()
-    return Mailbox(backend, attempt=attempt, rank=rank, world_size=world, deadline=deadline)
+    return Mailbox(backend, attempt=attempt, rank=rank, world_size=world, timeout=timeout)
 
 
 def on_all(
-    folder: Path, work: Callable[[Mailbox], object], *, ranks: range = range(WORLD), deadline: float = 10.0
+    folder: Path, work: Callable[[Mailbox], object], *, ranks: range = range(WORLD), timeout: float = 10.0
 ) -> list[object]:
     """What `work` returns on each rank, or the error it raises."""
 
     def run(rank: int) -> object:
-        mailbox = opened(folder, rank, deadline=deadline)
+        mailbox = opened(folder, rank, timeout=timeout)
         try:
             return work(mailbox)
         except HpdcpError as error:
@@ -50,17 +50,17 @@ def messages(folder: Path) -> list[str]:
 def test_each_rank_gets_its_own_part_of_what_the_coordinator_makes_of_all(tmp_path: Path) -> None:
     def work(mailbox: Mailbox) -> bytes:
         mine = bytes([mailbox.rank]) * (1 + 50_000 * mailbox.rank)
-        return mailbox.plan("planning", lambda: mine, lambda parts: [part + b"!" for part in parts])
+        return mailbox.gather_scatter("planning", lambda: mine, lambda parts: [part + b"!" for part in parts])
 
     assert on_all(tmp_path, work) == [bytes([rank]) * (1 + 50_000 * rank) + b"!" for rank in range(WORLD)]
 
 
 def test_all_ranks_hear_the_same_and_may_go_on_step_by_step(tmp_path: Path) -> None:
     def work(mailbox: Mailbox) -> object:
-        least, most = mailbox.vote("voting", 2, lambda: [mailbox.rank, 7])
-        told = mailbox.announce("telling", lambda: b"start")
+        least, most = mailbox.min_max("voting", 2, lambda: [mailbox.rank, 7])
+        told = mailbox.broadcast("telling", lambda: b"start")
         sums = [
-            mailbox.conclude(
+            mailbox.gather_broadcast(
                 "summing", lambda n=n: bytes([mailbox.rank + n]), lambda parts: bytes([sum(b"".join(parts))])
             )
             for n in range(3)
@@ -79,8 +79,8 @@ def test_messages_are_named_for_what_they_hold_and_are_gone_in_the_end(tmp_path:
         return parts
 
     def work(mailbox: Mailbox) -> object:
-        mailbox.plan("planning", lambda: b"", combine)
-        return mailbox.conclude("saving", lambda: b"", lambda parts: combine(parts)[0])
+        mailbox.gather_scatter("planning", lambda: b"", combine)
+        return mailbox.gather_broadcast("saving", lambda: b"", lambda parts: combine(parts)[0])
 
     on_all(tmp_path, work)
     names = {name.rpartition(".")[2] for name in seen}
@@ -101,9 +101,9 @@ def test_each_rank_leaves_few_messages_however_many_there_are(tmp_path: Path, mo
     monkeypatch.setattr(LocalBackend, "publish", count)
 
     def work(mailbox: Mailbox) -> object:
-        mailbox.vote("voting", 1, lambda: [1])
-        mailbox.plan("planning", lambda: b"", lambda parts: parts)
-        return mailbox.conclude("saving", lambda: b"", lambda parts: b"")
+        mailbox.min_max("voting", 1, lambda: [1])
+        mailbox.gather_scatter("planning", lambda: b"", lambda parts: parts)
+        return mailbox.gather_broadcast("saving", lambda: b"", lambda parts: b"")
 
     on_all(tmp_path, work)
     # Of each rank but the coordinator a vote, a plan, a result and a last word; to each its part; and twice one to all.
@@ -118,7 +118,7 @@ def test_a_failure_of_one_rank_is_raised_on_all_with_its_cause(tmp_path: Path, f
                 raise StateDictError("a lock cannot be stored")
             return b""
 
-        return mailbox.plan("planning", local, lambda parts: parts)
+        return mailbox.gather_scatter("planning", local, lambda parts: parts)
 
     errors = on_all(tmp_path, work)
     assert [type(error) for error in errors] == [StateDictError] * WORLD
@@ -127,30 +127,30 @@ def test_a_failure_of_one_rank_is_raised_on_all_with_its_cause(tmp_path: Path, f
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     began = time.monotonic()
-    errors = on_all(tmp_path, lambda mailbox: mailbox.agree("saving", lambda: None), ranks=range(2), deadline=0.5)
+    errors = on_all(tmp_path, lambda mailbox: mailbox.agree("saving", lambda: None), ranks=range(2), timeout=0.5)
     assert [type(error) for error in errors] == [PeerLostError] * 2
     assert "2" in str(errors[0]) and "3" in str(errors[0]) and "missing" in str(errors[0])
     assert time.monotonic() - began < 5
 
 
 def test_the_deadline_counts_from_the_last_message(tmp_path: Path) -> None:
-    """A rank takes longer altogether than the deadline, but others go on coming."""
+    """A rank takes longer altogether than the timeout, but others go on coming."""
 
     def work(mailbox: Mailbox) -> object:
         time.sleep(0.5 * mailbox.rank)
-        return mailbox.conclude("saving", lambda: b"", lambda parts: b"done")
+        return mailbox.gather_broadcast("saving", lambda: b"", lambda parts: b"done")
 
-    assert on_all(tmp_path, work, deadline=1.2)[0] == b"done"
+    assert on_all(tmp_path, work, timeout=1.2)[0] == b"done"
 
 
 def test_a_rank_known_to_be_dead_ends_the_wait_at_once(tmp_path: Path) -> None:
-    tell_of_death(LocalBackend(str(tmp_path / "not there yet")), ATTEMPT, 3)
+    report_dead_worker(LocalBackend(str(tmp_path / "not there yet")), ATTEMPT, 3)
     began = time.monotonic()
     errors = on_all(
         tmp_path / "not there yet",
         lambda mailbox: mailbox.agree("saving", lambda: None),
         ranks=range(3),
-        deadline=60,
+        timeout=60,
     )
     assert [type(error) for error in errors] == [PeerLostError] * 3
     assert all("worker of rank 3 died" in str(error) for error in errors)
@@ -170,10 +170,10 @@ def test_a_rank_that_leaves_since_it_cannot_send_ends_the_wait_long_before_the_d
     monkeypatch.setattr(LocalBackend, "publish", fail)
 
     def work(rank: int) -> str:
-        mailbox = opened(tmp_path, rank, deadline=3600.0, world=2)
+        mailbox = opened(tmp_path, rank, timeout=3600.0, world=2)
         try:
             with pytest.raises(HpdcpError) as caught:
-                mailbox.conclude("saving", lambda: b"", lambda parts: b"")
+                mailbox.gather_broadcast("saving", lambda: b"", lambda parts: b"")
             return str(caught.value)
         finally:
             mailbox.close()
@@ -189,10 +189,10 @@ def test_a_rank_that_dies_after_its_last_word_loses_nothing(tmp_path: Path) -> N
         if mailbox.rank == 3:
             mailbox._asked = "STORAGE_DATA"
             mailbox._gather("saving", b"+mine")
-            tell_of_death(LocalBackend(str(tmp_path)), ATTEMPT, 3)
+            report_dead_worker(LocalBackend(str(tmp_path)), ATTEMPT, 3)
             return None
         time.sleep(0.2)
-        return mailbox.conclude("saving", lambda: b"", b"".join)
+        return mailbox.gather_broadcast("saving", lambda: b"", b"".join)
 
     assert on_all(tmp_path, work)[:3] == [b"mine"] * 3
 
@@ -200,8 +200,8 @@ def test_a_rank_that_dies_after_its_last_word_loses_nothing(tmp_path: Path) -> N
 def test_messages_of_another_attempt_are_never_read(tmp_path: Path) -> None:
     stale = opened(tmp_path, 1, attempt="fedcba9876543210")
     stale._gather("saving", b"+stale")
-    tell_of_death(LocalBackend(str(tmp_path)), "fedcba9876543210", 2)
-    got = on_all(tmp_path, lambda mailbox: mailbox.conclude("saving", lambda: b"new", b"".join))
+    report_dead_worker(LocalBackend(str(tmp_path)), "fedcba9876543210", 2)
+    got = on_all(tmp_path, lambda mailbox: mailbox.gather_broadcast("saving", lambda: b"new", b"".join))
     assert got == [b"new" * WORLD] * WORLD
     assert messages(tmp_path) == [".mailbox-fedcba9876543210/0000.STATUS_1", ".mailbox-fedcba9876543210/DEAD_2"]
 
@@ -263,5 +263,5 @@ def test_a_damaged_message_is_told_from_one_that_is_on_its_way(tmp_path: Path) -
 
 def test_closing_without_the_others_last_word_takes_no_longer_than_the_deadline(tmp_path: Path) -> None:
     began = time.monotonic()
-    opened(tmp_path, 0, deadline=0.3).close()
+    opened(tmp_path, 0, timeout=0.3).close()
     assert time.monotonic() - began < 3

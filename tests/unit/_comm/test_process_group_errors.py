@@ -107,11 +107,11 @@ def test_a_rank_alone_raises_its_own_error_itself() -> None:
 
     steps: list[Any] = [
         lambda: alone.agree("a", fail),
-        lambda: alone.announce("a", fail),
-        lambda: alone.conclude("a", fail, lambda parts: parts[0]),
-        lambda: alone.conclude("a", lambda: b"", fail),
-        lambda: alone.plan("a", fail, lambda parts: parts),
-        lambda: alone.plan("a", lambda: b"", fail),
+        lambda: alone.broadcast("a", fail),
+        lambda: alone.gather_broadcast("a", fail, lambda parts: parts[0]),
+        lambda: alone.gather_broadcast("a", lambda: b"", fail),
+        lambda: alone.gather_scatter("a", fail, lambda parts: parts),
+        lambda: alone.gather_scatter("a", lambda: b"", fail),
     ]
     for step in steps:
         with pytest.raises(IncompleteCheckpointError) as caught:
@@ -122,9 +122,9 @@ def test_a_rank_alone_raises_its_own_error_itself() -> None:
 def test_a_rank_alone_gets_what_it_gave() -> None:
     alone = Alone(3, 8)
     assert alone.is_coordinator and (alone.rank, alone.world_size) == (3, 8)
-    assert alone.plan("a", lambda: b"x", lambda parts: [part * 2 for part in parts]) == b"xx"
-    assert alone.conclude("a", lambda: b"x", lambda parts: b"".join(parts) + b"!") == b"x!"
-    assert alone.announce("a", lambda: b"y") == b"y"
+    assert alone.gather_scatter("a", lambda: b"x", lambda parts: [part * 2 for part in parts]) == b"xx"
+    assert alone.gather_broadcast("a", lambda: b"x", lambda parts: b"".join(parts) + b"!") == b"x!"
+    assert alone.broadcast("a", lambda: b"y") == b"y"
     given = object()
     assert alone.agree("a", lambda: given) is given
 

@@ -27,7 +27,7 @@ from hpdcp._base.errors import (
     SupersededError,
     UnsupportedFormatError,
 )
-from hpdcp._comm.mailbox import mailbox_folder, tell_of_death
+from hpdcp._comm.mailbox import mailbox_folder, report_dead_worker
 from hpdcp._files.commit import CLAIM, METADATA, Attempt
 from hpdcp._files.folder_save import forget_ordinals
 from hpdcp._format.container import StringColumn
@@ -171,7 +171,7 @@ def begun(folder: Path, *, attempt: str = "00000000deadbeef") -> Attempt:
     name = "_rank0_.safetensors" if started.claim.plain else f"_rank0_.{attempt}.safetensors"
     old = json.loads((folder.parent / "other" / CLAIM).read_text())["attempt"]
     (folder / name).write_bytes(head.replace(old.encode(), attempt.encode()))
-    tell_of_death(backend, attempt, 0)
+    report_dead_worker(backend, attempt, 0)
     return started
 
 

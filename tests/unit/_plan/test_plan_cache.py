@@ -239,7 +239,7 @@ class TestThePlanner:
 
 
 def test_alone_a_vote_is_its_own_least_and_greatest() -> None:
-    assert Alone().vote("voting", 3, lambda: (1, 7, (1 << 63) - 1)) == ([1, 7, (1 << 63) - 1],) * 2
+    assert Alone().min_max("voting", 3, lambda: (1, 7, (1 << 63) - 1)) == ([1, 7, (1 << 63) - 1],) * 2
 
 
 def test_a_process_by_itself_uses_its_plans_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
