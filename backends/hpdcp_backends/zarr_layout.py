@@ -13,7 +13,7 @@ written by one of the ranks that hold parts of it, and the others hand theirs ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 import numpy as np
@@ -38,6 +38,7 @@ from hpdcp_backends._zarr import groups as foreign
 from hpdcp_backends._zarr.arrange import arrange, itemsize_of, paths_of, steps_of
 from hpdcp_backends._zarr.codecs import Compression, decode
 from hpdcp_backends._zarr.metadata import FORMAT, NODE, ZARR_NAMES, array_document, chunk_key, group_document
+from hpdcp_backends._zarr.names import is_fixed_name, is_root
 from hpdcp_backends._zarr.write import Chunk, ChunkWriter
 
 _BATCH_BYTES: Final = 64 << 20
@@ -67,6 +68,14 @@ class ZarrLayout(Layout):
 
     def written(self) -> list[str]:
         return [*self._objects.written(), *self._written]
+
+    @classmethod
+    def recognizes(cls, keys: Collection[str]) -> bool:
+        return is_root(keys)
+
+    @classmethod
+    def is_fixed_name(cls, key: str) -> bool:
+        return is_fixed_name(key)
 
     @classmethod
     def foreign_metadata(cls, backend: Backend) -> Metadata:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from hpdcp._base.errors import (
 )
 from hpdcp._base.timing import log_message
 from hpdcp._comm.mailbox import clear_mailbox, mailbox_folder
+from hpdcp._files import registry
 from hpdcp._format.container import PREFIX_BYTES
 from hpdcp._format.metadata import HEAD_BYTES, Metadata
 
@@ -225,13 +225,8 @@ def _clear_rests(backend: Backend, rests: Iterable[str]) -> None:
     """Remove what an attempt that never committed made under fixed names: of a folder, what a layout puts there only,
     since whoever wrote the claim may mean harm."""
     for root in rests:
-        if FIXED_NAME.fullmatch(root):
-            backend.delete([root])
-        backend.delete([info.key for info in backend.list_keys(root, recursive=True) if FIXED_NAME.search(info.key)])
-
-
-FIXED_NAME: Final = re.compile(r"(?:^|/)(?:zarr\.json|c(?:/[0-9]+)*)$")
-"""Keys of arrays and groups of zarr, version 3: the names that a layout gives files whatever the attempt."""
+        below = [info.key for info in backend.list_keys(root, recursive=True)]
+        backend.delete(sorted(registry.fixed_names([root, *below])))
 
 
 def publish_or_doubt(backend: Backend, key: str, data: bytes) -> None:

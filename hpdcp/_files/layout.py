@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -69,12 +69,41 @@ class Layout(ABC):
     """Whether ranks that save each for itself, without a plan of all, cannot use it."""
 
     @classmethod
+    def recognizes(cls, keys: Collection[str]) -> bool:
+        """Whether a folder with these keys at its root holds what another program wrote, and `foreign_metadata` reads.
+
+        Asked only where hpdcp saved nothing. By default none is.
+        """
+        return False
+
+    @classmethod
     def foreign_metadata(cls, backend: Backend) -> Metadata:
         """What a folder holds that another program wrote in this layout's format; its `origin` says so.
 
-        Called where a key at the root bears a name that `registry` lists for this layout, and hpdcp saved nothing.
+        Called where `recognizes` answers True.
         """
         raise NotSupportedError(f"layout {cls.name!r} reads what hpdcp saved, and {backend.url} is something else.")
+
+    @classmethod
+    def is_fixed_name(cls, key: str) -> bool:
+        """Whether files of this layout may be called so whatever their attempt: the names that `roots` are made of.
+
+        A file that a save left, or that metadata lists, is removed only if its name is one of `FileNaming` or one of
+        these: whoever wrote what lists it may mean harm. So a layout answers True for names that are its own, and not
+        for what a user might keep beside them. By default there are none.
+        """
+        return False
+
+    @classmethod
+    def described_extents(cls, backend: Backend, key: str, size: int) -> Collection[tuple[int, int]] | None:
+        """(offset, length) of all that the data file `key`, of `size` bytes, says it holds; None where it says nothing.
+
+        `hpdcp verify` compares it with what was recorded, beside checksums. By default files say nothing.
+
+        Raises:
+            CorruptCheckpointError: what the file says of itself cannot be read.
+        """
+        return None
 
     def arrange(
         self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
@@ -89,7 +118,8 @@ class Layout(ABC):
     def roots(self, tables: Sequence[EntryTable]) -> frozenset[str]:
         """Names at the checkpoint's root, of files and folders, that a save of these takes whatever its attempt.
 
-        Where there are any, a checkpoint that has them cannot be replaced, and saving over it is refused.
+        Where there are any, a checkpoint that has them cannot be replaced: saving over it is refused, and no two
+        checkpoints share a folder. `is_fixed_name` tells what lies there from a user's files.
         """
         return frozenset()
 

@@ -114,10 +114,9 @@ class FileSystemReader(StorageReader):
         sizes = {info.key: info.size for info in self.backend.list_keys()}
         # Traces of a save go first: somebody saved beside the weights, and means to go on from there.
         traces = any(key == CLAIM or key.startswith("_rank") or rank_of_metadata_key(key) is not None for key in sizes)
-        layout = None if traces else registry.layout_of_marks(sizes)
+        layout = None if traces else registry.foreign_layout(sizes)
         if layout is not None:
-            found: Metadata = registry.find_layout(layout)().foreign_metadata(self.backend)
-            return found
+            return layout.foreign_metadata(self.backend)
         weights = None if traces else choose_file(list(sizes), self.backend.url)
         if weights is None:
             raise self._absent(list(sizes))

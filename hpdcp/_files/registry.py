@@ -7,16 +7,19 @@ import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from hpdcp._base import config
 from hpdcp._base.backend import Backend, without_password
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 from hpdcp._base.mounts import is_nfs
+
+if TYPE_CHECKING:
+    from hpdcp._files.layout import Layout
 
 _BACKENDS: Final[Mapping[str, str]] = {
     "local": "hpdcp_backends.local:LocalBackend",
@@ -28,8 +31,6 @@ _LAYOUTS: Final[Mapping[str, str]] = {
     "safetensors": "hpdcp._files.safetensors_layout:SafetensorsLayout",
     "zarr": "hpdcp_backends.zarr_layout:ZarrLayout",
 }
-_MARKS: Final[Mapping[str, str]] = {"zarr.json": "zarr", ".zgroup": "zarr", ".zarray": "zarr"}
-"""Keys at the root of what other programs wrote in the format of a layout."""
 _EXTRAS: Final[Mapping[str, str]] = {"s3": "s3", "zarr": "zarr"}
 _OWN_SCHEMES: Final[Mapping[str, str]] = {"s3": "s3", "s3a": "s3"}
 """Schemes with a backend made for them; others go through fsspec."""
@@ -230,28 +231,47 @@ def _refuse_unknown_of_backend(name: str, given: Mapping[str, config.Setting]) -
         _refuse_unknown(name, _find(name, "backend", _BACKENDS, "hpdcp.backends"), given)
 
 
-def find_layout(name: str) -> Callable[..., Any]:
+def find_layout(name: str) -> type[Layout]:
     """The layout class of that name.
 
     Raises:
         InvalidArgumentError, NotSupportedError: as `open_backend`.
     """
-    found: Callable[..., Any] = _find(name, "layout", _LAYOUTS, "hpdcp.layouts")
-    return found
+    return cast("type[Layout]", _find(name, "layout", _LAYOUTS, "hpdcp.layouts"))
 
 
-def layout_of_marks(keys: Collection[str]) -> str | None:
-    """The layout in whose format another program wrote these keys, by the names at the root; None for none."""
-    return next((name for mark, name in _MARKS.items() if mark in keys), None)
+def _all_layouts() -> Iterator[type[Layout]]:
+    """Every layout that can be imported here, the built-in ones first."""
+    for name in dict.fromkeys([*_LAYOUTS, *entry_points(group="hpdcp.layouts").names]):
+        try:
+            layout = find_layout(name)
+        except NotSupportedError:
+            continue
+        yield layout
 
 
-def open_layout(name: str) -> Any:
+def foreign_layout(keys: Collection[str]) -> type[Layout] | None:
+    """The layout in whose format another program wrote these keys, which lie at a folder's root; None for none."""
+    return next((layout for layout in _all_layouts() if layout.recognizes(keys)), None)
+
+
+def fixed_names(keys: Iterable[str]) -> frozenset[str]:
+    """Those of the keys that some layout gives files whatever their attempt (`Layout.is_fixed_name`).
+
+    Imports layouts, and so torch, only where there are keys to judge.
+    """
+    wanted = list(keys)
+    layouts = list(_all_layouts()) if wanted else []
+    return frozenset(key for key in wanted if any(layout.is_fixed_name(key) for layout in layouts))
+
+
+def open_layout(name: str) -> Layout:
     """A layout of that name for one save, with the options that the configuration has for it.
 
     Raises:
         InvalidArgumentError, NotSupportedError: as `open_backend`.
     """
-    build = find_layout(name)
+    build: Callable[..., Layout] = find_layout(name)
     _refuse_unknown_tables("layout", config.current().layouts, _LAYOUTS)
     given = config.layout_settings(name)
     if not given:

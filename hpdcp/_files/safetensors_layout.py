@@ -27,7 +27,7 @@ from hpdcp._devices.downloads import Downloads
 from hpdcp._files.layout import FileNaming, Layout, Verify
 from hpdcp._files.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents
 from hpdcp._format.columns import EntryKind
-from hpdcp._format.container import MAX_HEADER_BYTES, TensorEntry, build_header
+from hpdcp._format.container import MAX_HEADER_BYTES, PREFIX_BYTES, TensorEntry, build_header, parse_header
 from hpdcp._format.dtypes import SAFETENSORS_NAMES
 from hpdcp._format.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata, StorageInfo
 from hpdcp._plan.load_plan import ReadItem
@@ -68,6 +68,11 @@ class SafetensorsLayout(Layout):
     def __init__(self) -> None:
         self._written: list[str] = []
         self._parts: dict[str, int] = {}
+
+    @classmethod
+    def described_extents(cls, backend: Backend, key: str, size: int) -> frozenset[tuple[int, int]]:
+        header = parse_header(read_header(backend, key, size), size, where=key)
+        return frozenset((entry.offset, entry.nbytes) for entry in header.entries)
 
     def written(self) -> list[str]:
         return list(self._written)
@@ -125,6 +130,15 @@ class SafetensorsLayout(Layout):
         read_boxes(backend, reads, checker)
         for item, read in zip(tensors, reads, strict=True):
             planner.apply_tensor(item, read.target)
+
+
+def read_header(backend: Backend, key: str, size: int) -> bytes:
+    """The first bytes of a container of `size` bytes, up to the end of its header or of the file."""
+    prefix = bytearray(min(PREFIX_BYTES, size))
+    backend.read_ranges(key, [ByteRange(0, len(prefix))], [memoryview(prefix)])
+    whole = bytearray(min(PREFIX_BYTES + int.from_bytes(prefix, "little"), size))
+    backend.read_ranges(key, [ByteRange(0, len(whole))], [memoryview(whole)])
+    return bytes(whole)
 
 
 def check_files(backend: Backend, metadata: Metadata, files: Collection[int]) -> None:

@@ -18,14 +18,15 @@ from typing import Final
 
 import numpy as np
 
-from hpdcp._base.backend import Backend, ByteRange
+from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointNotFoundError, IncompleteCheckpointError, StorageError
 from hpdcp._files.commit import METADATA, rank_metadata_key
 from hpdcp._files.huggingface_folder import INDEX, WEIGHTS
 from hpdcp._files.reader import FileSystemReader
-from hpdcp._files.registry import layout_of_marks
+from hpdcp._files.registry import foreign_layout
+from hpdcp._files.safetensors_layout import read_header
 from hpdcp._format.columns import I64, EntryKind
-from hpdcp._format.container import PREFIX_BYTES, parse_header
+from hpdcp._format.container import parse_header
 from hpdcp._format.metadata import Metadata
 
 _MOST_LOOKED_AT: Final = 50
@@ -209,7 +210,7 @@ def _checkpoints_below(backend: Backend) -> list[str]:
     for folder in sorted(backend.list_folders(), key=_numbers_by_value, reverse=True)[:_MOST_LOOKED_AT]:
         names = {info.key.removeprefix(f"{folder}/") for info in backend.list_keys(folder)}
         marks = (METADATA, rank_metadata_key(0), WEIGHTS, INDEX)
-        if not names.isdisjoint(marks) or layout_of_marks(names) is not None:
+        if not names.isdisjoint(marks) or foreign_layout(names) is not None:
             found.append(folder)
             if len(found) == _MOST_NAMED:
                 break
@@ -218,15 +219,6 @@ def _checkpoints_below(backend: Backend) -> list[str]:
 
 def _numbers_by_value(name: str) -> str:
     return _NUMBER.sub(lambda found: found[0].zfill(20), name)
-
-
-def read_header(backend: Backend, key: str, size: int) -> bytes:
-    """The first bytes of a container of `size` bytes, up to the end of its header or of the file."""
-    prefix = bytearray(min(PREFIX_BYTES, size))
-    backend.read_ranges(key, [ByteRange(0, len(prefix))], [memoryview(prefix)])
-    whole = bytearray(min(PREFIX_BYTES + int.from_bytes(prefix, "little"), size))
-    backend.read_ranges(key, [ByteRange(0, len(whole))], [memoryview(whole)])
-    return bytes(whole)
 
 
 def _find(reader: FileSystemReader) -> FoundMetadata:

@@ -16,19 +16,18 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hpdcp._base.backend import Backend, ByteRange, KeyInfo, checked_key
+from hpdcp._base.backend import Backend, ByteRange, KeyInfo, can_be_key
 from hpdcp._base.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    InvalidArgumentError,
     StorageError,
     SupersededError,
 )
@@ -36,7 +35,6 @@ from hpdcp._comm.mailbox import mailbox_folder
 from hpdcp._files import registry
 from hpdcp._files.commit import (
     CLAIM,
-    FIXED_NAME,
     METADATA,
     SILENT_SECONDS,
     Claim,
@@ -182,7 +180,7 @@ class _Found:
                        if CLAIM in self.infos else ".")
                 ) from error  # fmt: skip
             self.documents[key] = data
-            self.listed |= {name: size for name, size in metadata.files.items() if _may_be_a_data_file(name)}
+            self.listed |= {name: metadata.files[name] for name in _data_files(metadata.files)}
             if _ATTEMPT.fullmatch(metadata.settings.get("attempt", "")):
                 self.committed.add(metadata.settings["attempt"])
 
@@ -195,16 +193,14 @@ class _Found:
         self.attempts |= {attempt: plain for attempt, plain in named.items() if _ATTEMPT.fullmatch(attempt)}
         # `replacing` is what an attempt means to remove once it has committed, or what is committed still.
         kept = [key for key, _ in self.claim.replaced]
-        for key in filter(_may_be_a_data_file, (*kept, *self.claim.replacing, *self._made_by(self.claim))):
+        for key in _data_files([*kept, *self.claim.replacing, *self._made_by(self.claim)]):
             self.listed.setdefault(key, 0)
 
     def _made_by(self, claim: Claim) -> Iterator[str]:
         """What an attempt that has not committed made under names that are the same in every attempt."""
         for root in () if claim.attempt in self.committed else claim.made:
-            if FIXED_NAME.fullmatch(root) and root in self.infos:
-                yield root
-            inside = (info.key for info in self.backend.list_keys(root, recursive=True))
-            yield from filter(FIXED_NAME.search, inside)
+            below = [info.key for info in self.backend.list_keys(root, recursive=True)]
+            yield from registry.fixed_names([*below, *({root} & self.infos.keys())])
 
     def _unlisted(self) -> dict[str, str]:
         """Files that nothing lists but that are called as data files are and name an attempt in their header: which."""
@@ -263,7 +259,7 @@ class _Found:
             last = 0.0
         if at_work is None:
             return
-        times = [info.modified for key, info in self.infos.items() if _may_be_a_data_file(key) or key == CLAIM]
+        times = [self.infos[key].modified for key in (*_data_files(self.infos), *({CLAIM} & self.infos.keys()))]
         silent = time.time() - max([last, *times])
         if silent < SILENT_SECONDS:
             raise CheckpointExistsError(
@@ -290,7 +286,7 @@ class _Execution:
             began=now,
             superseded=tuple(self._found.attempts.items()),
             replaced=tuple((key, now) for key in planned.data if key not in self._found.messages),
-            made=tuple(sorted({key.partition("/")[0] for key in planned.data if FIXED_NAME.search(key)})),
+            made=tuple(sorted({key.partition("/")[0] for key in _fixed_names(planned.data)})),
         ).to_bytes()
         if read_or_none(backend, CLAIM) != self._found.claim_bytes:
             raise self._overtaken("claimed the folder", "Nothing was removed.")
@@ -308,12 +304,15 @@ class _Execution:
         return SupersededError(f"{self._backend.url}: meanwhile another save {what}. {state}")
 
 
-def _may_be_a_data_file(key: str) -> bool:
-    """Whether hpdcp may have given a data file this name: what lists it may have been written to do harm."""
-    try:
-        return bool(_BEGINS_AS_DATA.match(checked_key(key)) or FIXED_NAME.search(key))
-    except InvalidArgumentError:
-        return False
+def _data_files(keys: Iterable[str]) -> list[str]:
+    """Those that hpdcp may have given data files as names: what lists them may have been written to do harm."""
+    possible = [key for key in keys if can_be_key(key)]
+    fixed = _fixed_names(possible)
+    return [key for key in possible if _BEGINS_AS_DATA.match(key) or key in fixed]
+
+
+def _fixed_names(keys: Iterable[str]) -> frozenset[str]:
+    return registry.fixed_names(key for key in keys if not _BEGINS_AS_DATA.match(key))
 
 
 def _nothing_there(backend: Backend, keys: Sequence[str]) -> str:

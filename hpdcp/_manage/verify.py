@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -15,21 +16,20 @@ import crc32c
 import numpy as np
 
 from hpdcp._base.backend import Backend, ByteRange
-from hpdcp._base.errors import CorruptCheckpointError, NotSupportedError
+from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError, NotSupportedError
+from hpdcp._files import registry
 from hpdcp._files.commit import CLAIM, Claim, rank_of_metadata_key, read_or_none
+from hpdcp._files.layout import Layout
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.columns import starts_of
-from hpdcp._format.container import parse_header
 from hpdcp._format.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata
-from hpdcp._manage.inspect import FoundMetadata, open_checkpoint, read_header
+from hpdcp._manage.inspect import FoundMetadata, open_checkpoint
 
 _WINDOW_BYTES: Final = 32 << 20
 """Most bytes that one request reads; as many are held per thread."""
 _THREADS: Final = 4
 _PROGRESS_SECONDS: Final = 0.1
 """Between two calls of `on_progress` while no file ends: one file may be all there is."""
-_HEADERS_OF: Final = "safetensors"
-"""The layout whose files describe themselves in a header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,7 @@ class _Verification:
     def __init__(self, backend: Backend, metadata: Metadata) -> None:
         self._backend = backend
         self._metadata = metadata
+        self._layout = _layout_of(metadata)
         self._lock = threading.Lock()
         self.compared = 0
         """Bytes found intact so far, by all threads."""
@@ -183,13 +184,14 @@ class _Verification:
                     key, "does not begin as the file that was committed: damaged, or another save's", "", 0, len(head)
                 )
             )
-        elif self._metadata.settings.get("layout") == _HEADERS_OF:
+        elif self._layout is not None:
             try:
-                header = parse_header(read_header(self._backend, key, size), size, where=key)
+                described = self._layout.described_extents(self._backend, key, size)
             except CorruptCheckpointError as error:
                 result.damages.append(Damage(key, str(error)))
                 return
-            described = {(entry.offset, entry.nbytes) for entry in header.entries}
+            if described is None:
+                return
             storage = self._metadata.storage
             for row in rows:
                 if (int(storage.offset[row]), int(storage.length[row])) not in described:
@@ -240,6 +242,13 @@ class _Verification:
 
     def _name(self, row: int) -> str:
         return self._fqns[int(self._metadata.chunks.entry[row])]
+
+
+def _layout_of(metadata: Metadata) -> type[Layout] | None:
+    """None where the package that brings it is not there: checksums can be compared all the same."""
+    with contextlib.suppress(InvalidArgumentError, NotSupportedError):
+        return registry.find_layout(metadata.settings.get("layout", "safetensors"))
+    return None
 
 
 def _orphans(backend: Backend, found: FoundMetadata) -> Iterator[str]:

@@ -182,6 +182,22 @@ class LayoutContract(ABC):
             metadata.files
         )
 
+    def test_every_file_on_record_has_a_name_by_which_a_removal_knows_it(self, place: str) -> None:
+        metadata = save(mixed_state(1.0), checkpoint_id=place)
+        others = [key for key in metadata.files if not key.startswith("_rank")]
+        assert registry.fixed_names(others) == set(others)
+        assert not registry.find_layout(self.layout).is_fixed_name("notes.txt")
+
+    def test_a_file_that_describes_itself_says_what_is_on_record(self, place: str) -> None:
+        metadata = save(mixed_state(1.0), checkpoint_id=place)
+        layout = registry.find_layout(metadata.settings["layout"])
+        stored = [metadata.storage_info(row) for row in range(len(metadata.chunks))]
+        with open_place(place) as backend:
+            for key, size in metadata.files.items():
+                described = layout.described_extents(backend, key, size)
+                if described is not None:
+                    assert {(info.offset, info.length) for info in stored if info.key == key} <= set(described)
+
     def test_what_is_on_record_covers_every_tensor_and_is_sound(self, place: str) -> None:
         metadata = save(mixed_state(1.0), checkpoint_id=place)
         assert metadata.settings["layout"] == self.layout

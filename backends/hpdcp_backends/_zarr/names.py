@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 _LONGEST: Final = 200
 """Bytes of a component; file systems end at 255, and backends put a prefix before what is being written."""
 _UNSAFE: Final = re.compile(r"[%/\\\x00-\x1f\x7f\ud800-\udfff]")
 _RESERVED: Final = frozenset({"c", "zarr.json"})
+_FIXED: Final = re.compile(r"(?:.*/)?(?:zarr\.json|c(?:/[0-9]+)*)", re.DOTALL)
+_MARKS: Final = frozenset({"zarr.json", ".zgroup", ".zarray"})
 _OURS: Final = re.compile(r"_rank|[0-9]+\.metadata\Z")
 
 
@@ -62,6 +64,20 @@ def unescape(component: str) -> str:
 
 
 _ESCAPED: Final = re.compile(r"(?:[^%]|%[0-9A-F]{2})*")
+
+
+def is_fixed_name(key: str) -> bool:
+    """Whether arrays and groups of zarr, version 3, have files of this name, whoever wrote them.
+
+    >>> is_fixed_name("model/w/zarr.json"), is_fixed_name("step/c"), is_fixed_name("w/c/0/1"), is_fixed_name("w/c/a")
+    (True, True, True, False)
+    """
+    return _FIXED.fullmatch(key) is not None
+
+
+def is_root(keys: Collection[str]) -> bool:
+    """Whether a folder with these keys is an array or a group of zarr, version 2 or 3."""
+    return not _MARKS.isdisjoint(keys)
 
 
 def _hex(text: str) -> str:
