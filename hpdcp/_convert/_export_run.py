@@ -19,7 +19,7 @@ from hpdcp._convert._auxiliary_files import copy_files, side_files
 from hpdcp._convert._export import Export, ExportFile, ExportPlan
 from hpdcp._convert.locations import Access, is_local, open_place
 from hpdcp._convert.selection import Selected, preference
-from hpdcp._convert.tensor_streams import StoredTensors
+from hpdcp._convert.tensor_streams import TensorStreamer
 from hpdcp._files import registry
 from hpdcp._files.safetensors_layout import byte_pieces
 from hpdcp._state.sharding import tie_key
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 class ExportJob:
     """One export of a checkpoint, planned."""
 
-    stored: StoredTensors
+    stored: TensorStreamer
     chosen: Mapping[str, Selected]
     plan: ExportPlan
     skipped: Mapping[str, str]

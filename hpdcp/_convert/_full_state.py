@@ -15,7 +15,7 @@ import torch
 
 from hpdcp._base import progress
 from hpdcp._convert.stored_objects import object_rows, read_objects
-from hpdcp._convert.tensor_streams import StoredTensors, Wanted
+from hpdcp._convert.tensor_streams import StreamRequest, TensorStreamer
 from hpdcp._devices import device
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.columns import EntryKind
@@ -43,17 +43,19 @@ def full_state(
     Raises:
         CoverageError, UnsupportedTypeError, CorruptCheckpointError, UnsafePickleError: naming the key.
     """
-    source = StoredTensors(reader, metadata, as_a_load=not check_all)
+    source = TensorStreamer(reader, metadata, as_a_load=not check_all)
     entries = metadata.entries
     rows = range(len(entries))
-    wanted = {row: Wanted(row, Box.whole(entries.shape(row))) for row in rows if entries.kinds[row] == EntryKind.TENSOR}
+    wanted = {
+        row: StreamRequest(row, Box.whole(entries.shape(row))) for row in rows if entries.kinds[row] == EntryKind.TENSOR
+    }
     source.check(wanted.values())
     values: dict[int, Any] = {
         row: objects.decode(data, key=entries.fqns[row], allow_pickle=reader.allow_pickle)
         for row, data in read_objects(reader, metadata, object_rows(metadata)).items()
     }
     views = functools.cache(reader.backend.map_private)
-    left: list[Wanted] = []
+    left: list[StreamRequest] = []
     for row, each in wanted.items():
         mapped = source.mapped_privately(each, views)
         if mapped is None:

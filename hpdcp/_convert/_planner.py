@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp._convert.tensor_streams import Parts, StoredTensors, Wanted
+from hpdcp._convert.tensor_streams import StreamRequest, TensorStream, TensorStreamer
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan.planner import PlannerContext, SavePlanner
@@ -32,12 +32,12 @@ class ConversionPlanner(SavePlanner):
         on_bytes: told of each so many bytes that were handed out to be written.
     """
 
-    def __init__(self, source: StoredTensors, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, source: TensorStreamer, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         self._source = source
         self._on_bytes = on_bytes
         self._expected: list[WriteItem] = []
         self._next = 0
-        self._stream: Parts | None = None
+        self._stream: TensorStream | None = None
 
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         self._context = context
@@ -45,7 +45,7 @@ class ConversionPlanner(SavePlanner):
     def build_local_plan(self) -> SavePlan:
         metadata = self._source.metadata
         mine = shares(metadata, self._context.world_size)[self._context.rank]
-        self._source.check([Wanted(row, box) for row, box in mine])
+        self._source.check([StreamRequest(row, box) for row, box in mine])
         entries = [metadata.entries[row] for row in range(len(metadata.entries))]
         items = [
             WriteItem(
@@ -89,9 +89,9 @@ class ConversionPlanner(SavePlanner):
     def get_bytes(self, item: WriteItem) -> bytes:
         raise InvalidArgumentError(f"{item.index.fqn!r} is a Python value; a ConversionPlanner stores tensors only.")
 
-    def everything(self) -> list[Wanted]:
+    def everything(self) -> list[StreamRequest]:
         """All that is to be stored, by whatever rank."""
-        return [Wanted(row, box) for row, box in shares(self._source.metadata, 1)[0]]
+        return [StreamRequest(row, box) for row, box in shares(self._source.metadata, 1)[0]]
 
     def finish_write(self) -> None:
         self.close()
@@ -103,8 +103,8 @@ class ConversionPlanner(SavePlanner):
             self._stream.close()
         self._stream, self._expected, self._next = None, [], 0
 
-    def _wanted(self, item: WriteItem) -> Wanted:
-        return Wanted(self._row_of[item.index.fqn, item.index.owner], Box(item.index.offsets, item.index.sizes))
+    def _wanted(self, item: WriteItem) -> StreamRequest:
+        return StreamRequest(self._row_of[item.index.fqn, item.index.owner], Box(item.index.offsets, item.index.sizes))
 
 
 def shares(metadata: Metadata, world_size: int) -> list[list[tuple[int, Box]]]:

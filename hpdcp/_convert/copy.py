@@ -23,7 +23,7 @@ from hpdcp._convert.locations import (
     verify_setting,
 )
 from hpdcp._convert.stored_objects import object_rows, read_objects
-from hpdcp._convert.tensor_streams import StoredTensors
+from hpdcp._convert.tensor_streams import TensorStreamer
 from hpdcp._convert.transform import Conversion
 from hpdcp._engine.save import save_state
 from hpdcp._files.reader import FileSystemReader
@@ -76,7 +76,7 @@ def convert_dcp_to_dcp(
     ) as reader:
         metadata = metadata_of(reader, exchange)
         require_checkpoint(metadata, source)
-        stored = exchange.agree("opening the source", lambda: StoredTensors(reader, metadata))
+        stored = exchange.agree("opening the source", lambda: TensorStreamer(reader, metadata))
         tensors = {
             metadata.entries.fqns[row]: _nbytes(stored, row)
             for row in np.flatnonzero(metadata.entries.kinds == EntryKind.TENSOR).tolist()
@@ -104,7 +104,7 @@ def convert_dcp_to_dcp(
         return Conversion(source, target, tensors, dict(saved.files), replaced=replaced)
 
 
-def _nbytes(stored: StoredTensors, row: int) -> int:
+def _nbytes(stored: TensorStreamer, row: int) -> int:
     return int(stored.metadata.entries.volumes()[row]) * stored.dtype(row).itemsize
 
 
@@ -112,7 +112,7 @@ class _CopyPlanner(ConversionPlanner):
     """Stores Python values as well, all of them on the coordinator, as the source encoded them."""
 
     def __init__(
-        self, source: StoredTensors, reader: FileSystemReader, on_bytes: Callable[[int], None] = lambda _: None
+        self, source: TensorStreamer, reader: FileSystemReader, on_bytes: Callable[[int], None] = lambda _: None
     ) -> None:
         super().__init__(source, on_bytes)
         self._metadata = source.metadata

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from hpdcp._base.errors import InvalidArgumentError, UnsupportedTypeError
-from hpdcp._convert.tensor_streams import StoredTensors, Wanted
+from hpdcp._convert.tensor_streams import StreamRequest, TensorStreamer
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata
 from hpdcp._state.dtypes import find_dtype
@@ -40,7 +40,7 @@ class Selected:
 
     name: str
     """Its name in the export."""
-    wanted: Wanted
+    wanted: StreamRequest
     dtype: torch.dtype
     """In the export."""
     shape: tuple[int, ...]
@@ -133,7 +133,7 @@ def _near_dtype(name: str) -> str:
     return next(iter(difflib.get_close_matches(lower, known, n=1)), "")
 
 
-def select_tensors(source: StoredTensors, rules: Rules) -> Selection:
+def select_tensors(source: TensorStreamer, rules: Rules) -> Selection:
     """What `rules` choose of `source`, sorted by name, numbers by their value.
 
     Left out always: Python values, what each rank kept for itself, optimizer state, and of tied names all but one.
@@ -225,7 +225,7 @@ def _check_found(metadata: Metadata, rules: Rules, names: Mapping[int, Sequence[
         raise InvalidArgumentError(f"prefix {rules.prefix!r} leaves names that begin with a dot: end it with one.")
 
 
-def _selected(source: StoredTensors, name: str, row: int, cast: torch.dtype | None) -> Selected:
+def _selected(source: TensorStreamer, name: str, row: int, cast: torch.dtype | None) -> Selected:
     stored, shape = source.dtype(row), source.metadata.entries.shape(row)
     family = cast is not None and (
         (cast.is_floating_point and stored.is_floating_point) or (cast.is_complex and stored.is_complex)
@@ -238,4 +238,4 @@ def _selected(source: StoredTensors, name: str, row: int, cast: torch.dtype | No
             raise UnsupportedTypeError(
                 f"{source.metadata.entries.fqns[row]!r} is {stored}, which torch cannot cast to {dtype}: {error}."
             ) from error
-    return Selected(name, Wanted(row, Box.whole(shape), dtype), dtype or stored, shape)
+    return Selected(name, StreamRequest(row, Box.whole(shape), dtype), dtype or stored, shape)

@@ -52,7 +52,7 @@ from hpdcp._convert.locations import (
     verify_setting,
 )
 from hpdcp._convert.selection import NameOf, Rules, as_dtype, natural_key, select_tensors
-from hpdcp._convert.tensor_streams import StoredTensors
+from hpdcp._convert.tensor_streams import TensorStreamer
 from hpdcp._engine.save import save_state
 from hpdcp._files import registry
 from hpdcp._files.huggingface_names import NameMapping
@@ -160,7 +160,7 @@ def convert_full_checkpoint_to_dcp(
             return _convert_torch_file(source, target, exchange, from_, to, dry_run=dry_run, progress=progress)
     with closing(FolderReader(folder, prefix, name_map, from_, file=file)) as reader:
         metadata = metadata_of(reader, exchange)
-        stored = exchange.agree("opening the source", lambda: StoredTensors(reader, metadata))
+        stored = exchange.agree("opening the source", lambda: TensorStreamer(reader, metadata))
         tensors = _tensor_sizes(metadata)
         replaced = exchange.agree("looking at the destination", lambda: holds_checkpoint(target, to))
         if dry_run:
@@ -236,7 +236,7 @@ def convert_dcp_to_huggingface(
 
         def prepare() -> ExportJob:
             require_checkpoint(metadata, source)
-            stored = StoredTensors(reader, metadata)
+            stored = TensorStreamer(reader, metadata)
             selection = select_tensors(stored, rules)
             exported = [ExportTensor.of(each.name, each.dtype, each.shape) for each in selection.tensors]
             plan = plan_export(exported, max_shard_size)

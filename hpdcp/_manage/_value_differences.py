@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from hpdcp._convert.tensor_streams import Parts
+from hpdcp._convert.tensor_streams import TensorStream, aligned
 
 _NUMBERS_AT_ONCE: Final = 1 << 17
 """Elements that are looked at as numbers at a time: in float64 a MiB, which caches hold."""
@@ -38,7 +38,7 @@ class ValueDifference:
 class Flow:
     """A stream's elements, in whatever amounts somebody wants them."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TensorStream) -> None:
         self._parts = parts
         self._left: torch.Tensor | None = None
 
@@ -140,16 +140,16 @@ def _differing_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Which elements differ in a bit."""
     whole = _WHOLE.get(a.element_size())
     if whole is None:
-        x, y = (_aligned(side).view(torch.int64).view(side.numel(), -1) for side in (a, b))
+        x, y = (aligned(side).view(torch.int64).view(side.numel(), -1) for side in (a, b))
         return (x != y).any(dim=1)
-    return _aligned(a).view(whole) != _aligned(b).view(whole)
+    return aligned(a).view(whole) != aligned(b).view(whole)
 
 
 def _differing_numbers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Which elements of two dtypes are not the same number; NaN is like any NaN."""
     if not _is_inexact(a.dtype) and not _is_inexact(b.dtype):
         # float64 would round those from 2**53 on. As int64, those of uint64 from 2**63 on are negative.
-        p, q = (_aligned(side).to(torch.int64) for side in (a, b))
+        p, q = (aligned(side).to(torch.int64) for side in (a, b))
         return (p != q) | ((p < 0) & ((a.dtype == torch.uint64) != (b.dtype == torch.uint64)))
     x, y = _numbers(a), _numbers(b)
     if x is None or y is None:
@@ -160,16 +160,9 @@ def _differing_numbers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _numbers(part: torch.Tensor) -> torch.Tensor | None:
     """The elements as float64 or complex128; None where torch cannot say what numbers they are."""
     try:
-        return _aligned(part).to(torch.complex128 if part.dtype.is_complex else torch.float64)
+        return aligned(part).to(torch.complex128 if part.dtype.is_complex else torch.float64)
     except (RuntimeError, TypeError):
         return None
-
-
-def _aligned(part: torch.Tensor) -> torch.Tensor:
-    """The same elements where torch may compute with them: files of other writers align nothing."""
-    if part.data_ptr() % part.element_size() == 0:
-        return part
-    return part.view(torch.uint8).clone().view(part.dtype)
 
 
 def _is_inexact(*dtypes: torch.dtype) -> bool:

@@ -22,7 +22,7 @@ from hpdcp._comm.exchange import Alone
 from hpdcp._convert.locations import metadata_of
 from hpdcp._convert.selection import natural_key
 from hpdcp._convert.stored_objects import read_objects
-from hpdcp._convert.tensor_streams import StoredTensors, Wanted
+from hpdcp._convert.tensor_streams import StreamRequest, TensorStreamer
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata
@@ -326,7 +326,7 @@ class _Comparison:
             self._differ(key, Aspect.TIES, a.tied_to(row_a) or "not tied", b.tied_to(row_b) or "not tied")
 
     def compare_values(self, *, trust_checksums: bool, on_progress: Progress | None) -> None:
-        stored = StoredTensors(self.a.reader, self.a.metadata), StoredTensors(self.b.reader, self.b.metadata)
+        stored = TensorStreamer(self.a.reader, self.a.metadata), TensorStreamer(self.b.reader, self.b.metadata)
         names: dict[tuple[int, int], list[_Key]] = {}
         values: dict[tuple[int, int], _Key] = {}
         for key, (row_a, row_b) in self.common.items():
@@ -357,7 +357,7 @@ class _Comparison:
                 row_a, row_b = self.common[key]
                 self._differ(key, Aspect.VALUES, self.a.described(row_a), self.b.described(row_b), difference)
 
-    def _checksums_agree(self, stored: tuple[StoredTensors, StoredTensors], row_a: int, row_b: int) -> bool:
+    def _checksums_agree(self, stored: tuple[TensorStreamer, TensorStreamer], row_a: int, row_b: int) -> bool:
         a, b = self.a, self.b
         if a.kind(row_a) is EntryKind.TENSOR and (
             not all(side.is_plain for side in stored)
@@ -401,13 +401,13 @@ class _Comparison:
 
     def _streamed(
         self,
-        stored: tuple[StoredTensors, StoredTensors],
+        stored: tuple[TensorStreamer, TensorStreamer],
         pairs: Sequence[tuple[int, int]],
         advance: Callable[[int], None],
     ) -> Iterator[tuple[tuple[int, int], ValueDifference]]:
         """Those of the pairs whose elements differ, and how."""
-        wanted_a = [Wanted(row, Box.whole(self.a.metadata.entries.shape(row))) for row, _ in pairs]
-        wanted_b = [Wanted(row, Box.whole(self.b.metadata.entries.shape(row))) for _, row in pairs]
+        wanted_a = [StreamRequest(row, Box.whole(self.a.metadata.entries.shape(row))) for row, _ in pairs]
+        wanted_b = [StreamRequest(row, Box.whole(self.b.metadata.entries.shape(row))) for _, row in pairs]
         stored[0].check(wanted_a)
         stored[1].check(wanted_b)
         with closing(stored[0].stream(wanted_a)) as parts_a, closing(stored[1].stream(wanted_b)) as parts_b:

@@ -145,15 +145,15 @@ def test_blocks_are_used_again_only_when_nobody_holds_them(tmp_path: Path, monke
     hpdcp.save({"w": full}, checkpoint_id=tmp_path)
     with registered(), config.using(backend="counting"), hpdcp.FileSystemReader(tmp_path).backend as backend:
         reader = hpdcp.FileSystemReader(tmp_path)
-        stored = tensor_streams.StoredTensors(reader, reader.load_metadata())
-        parts = [part for _, part in stored.stream([tensor_streams.Wanted(0, Box.whole((400,)))])]
+        stored = tensor_streams.TensorStreamer(reader, reader.load_metadata())
+        parts = [part for _, part in stored.stream([tensor_streams.StreamRequest(0, Box.whole((400,)))])]
         assert len(parts) > 20
         assert torch.equal(torch.cat(parts), full)
         addresses = {part.data_ptr() for part in parts}
         assert len(addresses) == len(parts)
         parts.clear()
         again = set()
-        for _, one in stored.stream([tensor_streams.Wanted(0, Box.whole((400,)))]):
+        for _, one in stored.stream([tensor_streams.StreamRequest(0, Box.whole((400,)))]):
             again.add(one.data_ptr())
         assert len(again) < 10
         reader.close()
