@@ -29,7 +29,7 @@ from typing import ClassVar, Final, TypeVar
 
 from hpdcp._base.backend import spare_cores
 from hpdcp_backends._posix.backend import PosixBackend
-from hpdcp_backends._posix.files import OpenFile, identity
+from hpdcp_backends._posix.open_files import OpenFile, identity
 
 T = TypeVar("T")
 

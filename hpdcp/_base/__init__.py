@@ -2,5 +2,6 @@
 
 Errors, configuration, timing, progress, threads and the contract of a byte store. Knows neither checkpoints nor torch,
 so that a backend and the command line can be imported without either.
-Face: `errors`, `config`, `timing`, `progress`, `threads`, `backend`, `mounts`.
+Face: `errors`, `config`, `timing`, `progress`, `threads`, `backend`, `locations`,
+`mounts`.
 """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from hpdcp._base import config
 from hpdcp._base.backend import Backend, without_password
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
+from hpdcp._base.locations import FSSPEC_WRAPPERS, LOCAL_SCHEMES, local_path, split_scheme
 from hpdcp._base.mounts import is_nfs
 
 if TYPE_CHECKING:
@@ -34,22 +35,14 @@ _LAYOUTS: Final[Mapping[str, str]] = {
 _EXTRAS: Final[Mapping[str, str]] = {"s3": "s3", "zarr": "zarr"}
 _OWN_SCHEMES: Final[Mapping[str, str]] = {"s3": "s3", "s3a": "s3"}
 """Schemes with a backend made for them; others go through fsspec."""
-_LOCAL_SCHEMES: Final = frozenset({"", "file", "local"})
 _ADDRESSED: Final = frozenset({
     "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "tos", "tosfs", "sftp", "ssh", "ftp", "smb",
     "webhdfs", "webdav",
 })  # fmt: skip
 """Schemes whose URLs name a bucket, container, share or host first."""
-# Not urlsplit(), which raises for brackets in a bucket's name.
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-_WRAPPERS: Final = frozenset({
-    "async_wrapper", "asyncwrapper", "blockcache", "cached", "dask", "data", "dir", "filecache", "generic",
-    "libarchive", "reference", "simplecache", "tar", "zip",
-})  # fmt: skip
-"""fsspec's schemes that stand for another file system."""
 _CHAIN: Final = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.-]*(?:://.*)?::.*[A-Za-z][A-Za-z0-9+.-]*://|(?:" + "|".join(sorted(_WRAPPERS)) + ")::",
+    r"[A-Za-z][A-Za-z0-9+.-]*(?:://.*)?::.*[A-Za-z][A-Za-z0-9+.-]*://|(?:" + "|".join(sorted(FSSPEC_WRAPPERS)) + ")::",
     re.DOTALL,
 )
 """`zip://inner::s3://bucket/outer`, `simplecache::s3://…`, `simplecache::/folder`; not `a::b`, nor `s3://bucket/a::b`."""
@@ -81,7 +74,7 @@ def resolve_checkpoint_id(checkpoint_id: str | Path) -> str:
             raise InvalidArgumentError(
                 f"checkpoint_id is Path({text!r}): pathlib has taken one slash of the URL. Pass the URL as a str."
             )
-        return _absolute(text)
+        return local_path(text)
     shown = without_password(text)
     if _CHAIN.match(text):
         raise InvalidArgumentError(
@@ -89,37 +82,20 @@ def resolve_checkpoint_id(checkpoint_id: str | Path) -> str:
             "nothing is replaced in one step: give the URL of the files themselves."
             + (f" (A folder of that name is given as ./{shown})" if "://" not in text else "")
         )
-    scheme = _scheme(text)
-    if not scheme:
-        if _ONE_SLASH.match(text):
-            raise InvalidArgumentError(
-                f"checkpoint_id is {shown!r}: a URL has two slashes after its scheme. (A folder of that name is given "
-                f"as ./{shown})"
-            )
-        return _absolute(text)
-    path = text[len(scheme) + len("://") :]
-    if scheme in _LOCAL_SCHEMES:
-        path = path.removeprefix("localhost") if path.startswith("localhost/") else path
-        if not path.startswith(("/", "~")):
-            raise InvalidArgumentError(
-                f"{shown} names a host, or a relative path: expected file:/// and an absolute path. "
-                "A relative path is given without file://."
-            )
-        return _absolute(path)
+    scheme, path = split_scheme(text)
+    if not scheme and _ONE_SLASH.match(text):
+        raise InvalidArgumentError(
+            f"checkpoint_id is {shown!r}: a URL has two slashes after its scheme. (A folder of that name is given "
+            f"as ./{shown})"
+        )
+    if _is_local(scheme):
+        return local_path(text)
     address, *folders = path.split("/")
     if not address and scheme in _ADDRESSED:
         raise InvalidArgumentError(f"{shown} names no bucket or host: expected {scheme}://NAME/folder.")
     if {".", ".."} & set(folders):
         raise InvalidArgumentError(f"{shown} has '.' or '..' in it, which means nothing there: write the URL without.")
     return f"{scheme}://" + "/".join([address, *filter(None, folders)])
-
-
-def _absolute(path: str) -> str:
-    path = os.path.expanduser(path)
-    if path.startswith("/"):
-        path = "/" + path.lstrip("/")  # POSIX keeps two
-    # abspath() removes `..` by text alone, which goes astray where the component before it is a symbolic link.
-    return os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
 
 
 def open_backend(url: str, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None) -> Backend:
@@ -223,7 +199,7 @@ def check_configuration() -> None:
 
 def _by_prefix(prefix: str) -> list[str]:
     """The backends that places under the prefix may get; local ones depend on where file systems are mounted."""
-    return ["local", "nfs"] if _scheme(prefix) in _LOCAL_SCHEMES else [_by_place(prefix)]
+    return ["local", "nfs"] if _is_local(split_scheme(prefix)[0]) else [_by_place(prefix)]
 
 
 def _refuse_unknown_of_backend(name: str, given: Mapping[str, config.Setting]) -> None:
@@ -287,19 +263,19 @@ def open_layout(name: str) -> Layout:
 
 
 def _by_place(url: str) -> str:
-    scheme = _scheme(url)
-    if scheme in _LOCAL_SCHEMES:
+    scheme, _ = split_scheme(url)
+    if _is_local(scheme):
         return "nfs" if is_nfs(url) else "local"
     if scheme in _OWN_SCHEMES:
         return _OWN_SCHEMES[scheme]
     import fsspec  # only now: a local checkpoint has no use for it
 
-    known = sorted(set(fsspec.available_protocols()) - _WRAPPERS)
+    known = sorted(set(fsspec.available_protocols()) - FSSPEC_WRAPPERS)
     if scheme in known:
         return "fsspec"
     near = difflib.get_close_matches(scheme, known, n=2, cutoff=0.5)
     hint = f" Did you mean {' or '.join(f'{name}://' for name in near)}?" if near else ""
-    others = ", ".join(name for name in known if name not in {*_LOCAL_SCHEMES, *_OWN_SCHEMES})
+    others = ", ".join(name for name in known if name not in {*LOCAL_SCHEMES, *_OWN_SCHEMES})
     raise InvalidArgumentError(
         f"{without_password(url)}: nothing here serves {scheme}://.{hint} Known are local paths and file://, s3://, "
         f"and by fsspec's packages {others}. "
@@ -307,9 +283,8 @@ def _by_place(url: str) -> str:
     )
 
 
-def _scheme(url: str) -> str:
-    found = _SCHEME.match(url)
-    return found[1].lower() if found else ""
+def _is_local(scheme: str) -> bool:
+    return not scheme or scheme in LOCAL_SCHEMES
 
 
 def _find(name: str, kind: str, known: Mapping[str, str], group: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
+from hpdcp._base.locations import FSSPEC_WRAPPERS
 
 PUT: Final = frozenset({"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "tos", "tosfs"})
 """Object stores: what is uploaded appears under its name when it is complete, in place of what was there. A rename
@@ -31,12 +32,6 @@ ONE_VERSION: Final = frozenset({"memory", "file", "local", "sftp", "ssh"})
 
 RMDIR_KEEPS_FULL: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
 """Where removing a folder that holds something fails. On HDFS it takes all that is in it."""
-
-_WRAPPERS: Final = frozenset({
-    "async_wrapper", "asyncwrapper", "blockcache", "cached", "dask", "data", "dir", "filecache", "generic",
-    "libarchive", "reference", "simplecache", "tar", "zip",
-})  # fmt: skip
-"""File systems over another one: a cache answers with old bytes, an archive cannot replace a file in one step."""
 
 _VERSION_FIELDS: Final = (
     "size", "ETag", "etag", "generation", "VersionId", "version_id", "md5Hash", "crc32c", "content_md5", "ino",
@@ -58,7 +53,7 @@ ADVICE: Final[tuple[tuple[type[Exception], str], ...]] = (
 
 
 def file_system_class(protocol: str, url: str) -> type[AbstractFileSystem]:
-    if protocol in _WRAPPERS:
+    if protocol in FSSPEC_WRAPPERS:
         raise InvalidArgumentError(
             f"{url}: {protocol}:// stands for another file system (a cache of it would answer with old bytes, an "
             "archive cannot replace a file in one step). Give the URL of the files themselves."

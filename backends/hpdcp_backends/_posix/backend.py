@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import time
 from abc import abstractmethod
@@ -25,22 +24,13 @@ from hpdcp._base.backend import (
     truncated,
 )
 from hpdcp._base.errors import CheckpointNotFoundError, HpdcpError, InvalidArgumentError, StorageError
-from hpdcp_backends._posix.files import (
-    OpenFile,
-    identity,
-    make_folders,
-    read_file,
-    read_fully,
-    read_tasks,
-    run_tasks,
-    sync_folder,
-    write_buffers,
-    write_fully,
-)
+from hpdcp._base.locations import local_path
+from hpdcp_backends._posix.blocks import read_tasks, run_tasks, write_buffers
+from hpdcp_backends._posix.files import make_folders, read_fully, sync_folder, write_fully
+from hpdcp_backends._posix.open_files import OpenFile, identity, read_file
 
 T = TypeVar("T")
 
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PARALLEL_FROM_BYTES: Final = 16 << 20
 """Below this, starting a thread costs more than it saves."""
 _CACHED_BYTES: Final = 512 << 10
@@ -78,7 +68,7 @@ class PosixBackend(Backend):
         at_least("write_threads", write_threads, 0)
         at_least("read_threads", read_threads, 1)
         at_least("block_bytes", block_bytes, 1)
-        self.url = _absolute(url)
+        self.url = local_path(url)
         self.write_window = block_bytes * (2 * write_threads + 1)
         self._write_threads = write_threads
         self._read_threads = read_threads
@@ -337,22 +327,3 @@ def at_least(option: str, value: int, least: int) -> None:
     """InvalidArgumentError if the option is smaller."""
     if value < least:
         raise InvalidArgumentError(f"{option} is {value}; expected at least {least}.")
-
-
-def _absolute(url: str) -> str:
-    """The absolute path of the folder `url` names."""
-    path = url
-    scheme = _SCHEME.match(url)
-    if scheme is not None:
-        path = url[scheme.end() :].removeprefix("localhost/")
-        if scheme[1].lower() != "file":
-            raise InvalidArgumentError(f"{url!r} is not a local folder: expected a path, or file:// and a path.")
-        if url[scheme.end() :].startswith("localhost/"):
-            path = "/" + path
-        if not path.startswith(("/", "~")):
-            raise InvalidArgumentError(f"{url!r} names a host: expected file:/// and an absolute path.")
-    if not path or "\0" in path:
-        raise InvalidArgumentError(f"{url!r} names no folder: expected a path, or file:// and a path.")
-    path = os.path.expanduser(path)
-    # abspath() removes `..` by text alone, which goes astray where the component before it is a symbolic link.
-    return os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)

@@ -1,4 +1,4 @@
-"""Names of tensors as paths of nodes in a zarr hierarchy, and back.
+"""Names of tensors as paths of nodes in a zarr hierarchy.
 
 A node's path is the keys on the way to the tensor, one component for each. What zarr reserves, what stores cannot name
 and what is hpdcp's own at a checkpoint's root is escaped by `%XX`, the bytes of its UTF-8, so that every path means one
@@ -51,19 +51,6 @@ def node_path(path: Sequence[object], owner: int | None) -> str:
     """
     parts = [escape(component, root=owner is None and not at) for at, component in enumerate(path)]
     return "/".join(parts if owner is None else [f"%rank{owner}", *parts])
-
-
-def unescape(component: str) -> str:
-    """The key that `escape` was given; a shortened one stays as it is."""
-    if component == "%":
-        return ""
-    if component.endswith("%") or not _ESCAPED.fullmatch(component):
-        return component
-    raw = re.sub(rb"%([0-9A-F]{2})", lambda found: bytes([int(found[1], 16)]), component.encode())
-    return raw.decode("utf-8", "surrogatepass")
-
-
-_ESCAPED: Final = re.compile(r"(?:[^%]|%[0-9A-F]{2})*")
 
 
 def is_fixed_name(key: str) -> bool:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpdcp._base.backend import checked_key
-from hpdcp_backends._zarr.names import escape, node_path, unescape
+from hpdcp_backends._zarr.names import escape, node_path
+
+
+def unescape(component: str) -> str:
+    """The key that `escape` was given: that there is one shows that each component means one key."""
+    if component == "%":
+        return ""
+    raw = re.sub(rb"%([0-9A-F]{2})", lambda found: bytes([int(found[1], 16)]), component.encode())
+    return raw.decode("utf-8", "surrogatepass")
 
 
 @given(st.text(st.characters(codec=None), max_size=20), st.booleans())
