@@ -1,11 +1,10 @@
 """What a checkpoint records, and the marks that a state dict may carry."""
 
+from hpdcp._format.checksums import BLOCK_BYTES, HEAD_BYTES
 from hpdcp._format.metadata import (
-    BLOCK_BYTES,
     CHUNK_INFO,
     FORMAT_NAME,
     FORMAT_VERSION,
-    HEAD_BYTES,
     NO_CHECKSUMS,
     BroadcastInfo,
     BytesStorageMetadata,

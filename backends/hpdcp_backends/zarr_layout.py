@@ -22,9 +22,10 @@ import torch
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError
 from hpdcp._devices import device
+from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._files.layout import FileNaming, Layout, Verify
 from hpdcp._files.read_engine import BoxRead, Checker, in_parallel, read_boxes, read_extents
-from hpdcp._files.safetensors_layout import SafetensorsLayout, byte_pieces, check_files
+from hpdcp._files.safetensors_layout import SafetensorsLayout, check_files
 from hpdcp._format.columns import EntryKind, EntryTable
 from hpdcp._format.metadata import Metadata, StorageInfo
 from hpdcp._plan.load_plan import ReadItem

@@ -36,7 +36,8 @@ from hpdcp._comm.exchange import Alone, Exchange
 from hpdcp._comm.mailbox import Mailbox
 from hpdcp._comm.process_group import ProcessGroupExchange
 from hpdcp._engine.save import plan_key, save_state
-from hpdcp._files.commit import METADATA, read_or_none
+from hpdcp._files.commit import read_or_none
+from hpdcp._format.file_names import METADATA
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS
 from hpdcp._plan.planner import PlannerContext, SavePlanner

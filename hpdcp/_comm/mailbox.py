@@ -20,8 +20,8 @@ from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointError, CorruptCheckpointError, KeyNotFoundError, PeerLostError, StorageError
 from hpdcp._base.threads import Threads
 from hpdcp._comm.exchange import COORDINATOR, FramedExchange, failure_frame
+from hpdcp._format.file_names import mailbox_folder
 
-FOLDER_PREFIX: Final = ".mailbox-"
 _MARK: Final = b"hpdcpmsg"
 _END: Final = b"\nend."
 _HEAD: Final = struct.Struct("<8sQI")
@@ -30,11 +30,6 @@ _LONGEST_PAUSE: Final = 1.0
 _READERS: Final = 16
 _CLOSING_SECONDS: Final = 30.0
 """How long the coordinator waits for the others to be done with the messages before it removes them."""
-
-
-def mailbox_folder(attempt: str) -> str:
-    """Where the messages of an attempt lie."""
-    return FOLDER_PREFIX + attempt
 
 
 class Mailbox(FramedExchange):

@@ -20,8 +20,8 @@ from hpdcp._convert._export import Export, ExportFile, ExportPlan
 from hpdcp._convert.locations import Access, is_local, open_place
 from hpdcp._convert.selection import Selected, preference
 from hpdcp._convert.tensor_streams import TensorStreamer
+from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._files import registry
-from hpdcp._files.safetensors_layout import byte_pieces
 from hpdcp._state.sharding import tie_key
 from hpdcp._state.tree import flatten_state_dict
 

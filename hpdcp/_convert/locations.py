@@ -21,11 +21,11 @@ from hpdcp._base.errors import (
 from hpdcp._comm.exchange import Exchange
 from hpdcp._engine.load import find_metadata
 from hpdcp._files import registry
-from hpdcp._files.commit import METADATA, rank_of_metadata_key
 from hpdcp._files.huggingface_folder import INDEX, WEIGHTS
 from hpdcp._files.huggingface_names import ORIGIN, NameMapping
 from hpdcp._files.huggingface_reader import HuggingFaceReader
 from hpdcp._files.reader import FileSystemReader
+from hpdcp._format.file_names import is_metadata_key
 from hpdcp._format.metadata import Metadata
 
 Options: TypeAlias = Mapping[str, Any] | None
@@ -79,7 +79,7 @@ def open_place(place: str, access: Access) -> Backend:
 
 def holds_checkpoint(place: str, access: Access) -> bool:
     """Whether a checkpoint is there, which a new one replaces: of ranks that saved together, or each for itself."""
-    return any(key == METADATA or rank_of_metadata_key(key) is not None for key in _keys_at(place, access))
+    return any(map(is_metadata_key, _keys_at(place, access)))
 
 
 def holds_weights(place: str, access: Access) -> bool:
@@ -179,7 +179,7 @@ class FolderReader(HuggingFaceReader):
             keys = [info.key for info in self.backend.list_keys()]
         except StorageError:
             return ""
-        if METADATA in keys or any(rank_of_metadata_key(key) is not None for key in keys):
+        if any(map(is_metadata_key, keys)):
             return "It is a checkpoint of hpdcp already: load it, or convert_dcp_to_huggingface makes a folder of it."
         single = [key for key in keys if key.endswith(_FILES)]
         return f"src_platform='torch' converts a single file, such as {self._place}/{single[0]}." if single else ""
@@ -209,7 +209,7 @@ def the_file(place: str, access: Access) -> str:
     single = [key for key in keys if key.endswith(_FILES)]
     if WEIGHTS in keys or INDEX in keys:
         advice = "It is a Hugging Face folder: src_platform='huggingface' converts it."
-    elif METADATA in keys or any(rank_of_metadata_key(key) is not None for key in keys):
+    elif any(map(is_metadata_key, keys)):
         advice = "It is a checkpoint of hpdcp already."
     else:
         advice = f"Give the file itself, such as {place}/{single[0]}." if single else "Give the file itself."

@@ -35,7 +35,7 @@ from hpdcp._state.geometry import Box
 from hpdcp._state.views import view_of_box
 
 STREAM_BYTES: Final = 32 << 20
-"""Most that a block holds, unless one row is larger; a multiple of `metadata.BLOCK_BYTES`, so that few
+"""Most that a block holds, unless one row is larger; a multiple of `checksums.BLOCK_BYTES`, so that few
 checksums are split."""
 _FILES_AT_ONCE: Final = 4
 """Files of one block that are read at a time across a network."""

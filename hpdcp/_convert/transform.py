@@ -53,11 +53,11 @@ from hpdcp._convert.locations import (
 )
 from hpdcp._convert.selection import NameOf, Rules, as_dtype, natural_key, select_tensors
 from hpdcp._convert.tensor_streams import TensorStreamer
+from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._engine.save import save_state
 from hpdcp._files import registry
 from hpdcp._files.huggingface_names import NameMapping
 from hpdcp._files.reader import FileSystemReader
-from hpdcp._files.safetensors_layout import byte_pieces
 from hpdcp._files.writer import FileSystemWriter
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata

@@ -16,7 +16,8 @@ from hpdcp._base.config import ReplicaCheck
 from hpdcp._base.errors import CommitUncertainError, HpdcpError, PeerLostError
 from hpdcp._base.timing import log_message, stage, timed
 from hpdcp._comm.exchange import Alone, Exchange
-from hpdcp._files.safetensors_layout import block_checksums, byte_pieces
+from hpdcp._devices.byte_pieces import byte_pieces
+from hpdcp._format.checksums import block_checksums
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import Metadata

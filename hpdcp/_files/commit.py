@@ -25,26 +25,22 @@ from hpdcp._base.errors import (
     SupersededError,
 )
 from hpdcp._base.timing import log_message
-from hpdcp._comm.mailbox import clear_mailbox, mailbox_folder
+from hpdcp._comm.mailbox import clear_mailbox
 from hpdcp._files import registry
+from hpdcp._format.checksums import HEAD_BYTES
 from hpdcp._format.container import PREFIX_BYTES
-from hpdcp._format.metadata import HEAD_BYTES, Metadata
+from hpdcp._format.file_names import (
+    LEASE,
+    METADATA,
+    carries_attempt,
+    is_data_key,
+    mailbox_folder,
+    rank_of_metadata_key,
+)
+from hpdcp._format.metadata import Metadata
 
-METADATA: Final = ".metadata"
-CLAIM: Final = ".attempt"
 SILENT_SECONDS: Final = 24 * 3600
 """How long a superseded attempt must have written nothing before its files are removed: its process may still live."""
-
-
-def rank_metadata_key(rank: int) -> str:
-    """Where `rank` publishes its own part when it saves without collectives."""
-    return f"{rank}{METADATA}"
-
-
-def rank_of_metadata_key(key: str) -> int | None:
-    """The rank in `{rank}.metadata`; None for any other key."""
-    rank, dot, rest = key.partition(".")
-    return int(rank) if dot + rest == METADATA and rank.isascii() and rank.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +117,7 @@ class Attempt:
         backend.prepare()
         keys = {info.key for info in backend.list_keys()}
         before = read_or_none(backend, METADATA) if METADATA in keys else None
-        earlier = _read_claim(backend) if CLAIM in keys else None
+        earlier = _read_claim(backend) if LEASE in keys else None
         committed = _settings_of(before).get("attempt")
         # A `.metadata` that cannot be read may be the claim's own.
         readable = before is None or committed is not None
@@ -149,7 +145,7 @@ class Attempt:
             replacing=tuple(sorted(current)),
             made=tuple(sorted(roots)),
         )
-        backend.publish(CLAIM, claim.to_bytes())
+        backend.publish(LEASE, claim.to_bytes())
         return cls(backend, claim, before, current)
 
     def commit(self, metadata: Metadata, *, keep_replaced_for: float) -> None:
@@ -192,9 +188,9 @@ class Attempt:
         if self.claim.superseded:
             self.backend.delete(_orphans(self.backend, self.claim.superseded, keep=ours | {key for key, _ in kept}))
         if kept != self.claim.replaced:
-            self.backend.publish(CLAIM, replace(self.claim, replaced=kept).to_bytes())
+            self.backend.publish(LEASE, replace(self.claim, replaced=kept).to_bytes())
         dead = [attempt for attempt, _ in self.claim.superseded]
-        self.backend.remove_leftovers(silent_for=SILENT_SECONDS, belongs=lambda key: _names_attempt(key, dead))
+        self.backend.remove_leftovers(silent_for=SILENT_SECONDS, belongs=lambda key: carries_attempt(key, dead))
 
 
 def refuse_taken(backend: Backend, keys: Collection[str], roots: Collection[str], before: bytes | None) -> None:
@@ -265,7 +261,7 @@ def attempt_in_header(head: bytes | bytearray) -> str | None:
 def _may_be_data(key: str) -> bool:
     """Whether a key that a file in the folder lists may be removed: whoever wrote that file may mean harm."""
     try:
-        return checked_key(key) not in (METADATA, CLAIM)
+        return checked_key(key) not in (METADATA, LEASE)
     except InvalidArgumentError:
         return False
 
@@ -277,7 +273,7 @@ def claimed_attempt(backend: Backend) -> str | None:
 
 
 def _read_claim(backend: Backend) -> Claim | None:
-    data = read_or_none(backend, CLAIM)
+    data = read_or_none(backend, LEASE)
     return None if data is None else Claim.from_bytes(data)
 
 
@@ -324,16 +320,11 @@ def _orphans(backend: Backend, superseded: Sequence[tuple[str, bool]], *, keep: 
     """Files that superseded attempts left, and have not touched for a day."""
     now = time.time()
     old = [info for info in backend.list_keys() if info.key not in keep and now - info.modified >= SILENT_SECONDS]
-    return [info.key for info in old if info.key.startswith("_rank") and _belongs(backend, info, dict(superseded))]
-
-
-def _names_attempt(key: str, attempts: Iterable[str]) -> bool:
-    """Whether the key is a data file's that carries the id of one of the attempts."""
-    return key.startswith("_rank") and any(key.rpartition(".")[0].endswith(f".{attempt}") for attempt in attempts)
+    return [info.key for info in old if is_data_key(info.key) and _belongs(backend, info, dict(superseded))]
 
 
 def _belongs(backend: Backend, info: KeyInfo, superseded: Mapping[str, bool]) -> bool:
-    if _names_attempt(info.key, superseded):
+    if carries_attempt(info.key, superseded):
         return True
     head = bytearray(min(info.size, HEAD_BYTES))
     try:

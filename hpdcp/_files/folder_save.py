@@ -14,17 +14,9 @@ from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointExistsError, NotSupportedError
 from hpdcp._base.timing import log_message
 from hpdcp._comm.identity import run_id
-from hpdcp._files.commit import (
-    METADATA,
-    Attempt,
-    claimed_attempt,
-    publish_or_doubt,
-    rank_metadata_key,
-    rank_of_metadata_key,
-    read_or_none,
-    refuse_taken,
-)
+from hpdcp._files.commit import Attempt, claimed_attempt, publish_or_doubt, read_or_none, refuse_taken
 from hpdcp._files.layout import FileNaming, Layout
+from hpdcp._format.file_names import METADATA, is_data_key, rank_metadata_key, rank_of_metadata_key
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan
@@ -142,9 +134,9 @@ class SaveByAll(FolderSave):
     def discard(self) -> None:
         written = self.layout.written()
         # Fixed names may be another save's by now; its files are not ours to remove.
-        if self._used is not None and not all(key.startswith("_rank") for key in written):
+        if self._used is not None and not all(is_data_key(key) for key in written):
             current = claimed_attempt(self.backend)
-            written = [key for key in written if key.startswith("_rank") or current == self._used]
+            written = [key for key in written if is_data_key(key) or current == self._used]
         self.backend.delete(written)
 
     def commit(self, metadata: Metadata) -> Metadata:

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import crc32c
-
 from hpdcp._base.backend import Backend, ByteRange, checked_key
 from hpdcp._base.errors import (
     CheckpointNotFoundError,
@@ -25,6 +23,7 @@ from hpdcp._base.errors import (
 )
 from hpdcp._base.timing import log_message
 from hpdcp._files.read_engine import for_each_file
+from hpdcp._format.checksums import head_mark
 from hpdcp._format.container import (
     MAX_READABLE_HEADER_BYTES,
     ParsedHeader,
@@ -32,7 +31,6 @@ from hpdcp._format.container import (
     parse_header,
 )
 from hpdcp._format.dtypes import TORCH_NAMES
-from hpdcp._format.metadata import HEAD_BYTES
 from hpdcp._state.mismatches import listed
 
 WEIGHTS: Final = "model.safetensors"
@@ -88,7 +86,7 @@ class WeightFile:
     size: int
     """In bytes."""
     mark: int
-    """crc32c of its first `metadata.HEAD_BYTES` bytes."""
+    """crc32c of its first `checksums.HEAD_BYTES` bytes."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,7 @@ def _read_file(backend: Backend, key: str, size: int) -> _ReadFile:
         head += bytes(length - first)
         backend.read_ranges(key, [ByteRange(first, length - first)], [memoryview(head)[first:]])
     header = parse_header(head, size, where=where)
-    return _ReadFile(WeightFile(key, size, crc32c.crc32c(memoryview(head)[:HEAD_BYTES])), header)
+    return _ReadFile(WeightFile(key, size, head_mark(head)), header)
 
 
 class _Index:

@@ -11,6 +11,7 @@ from typing import ClassVar
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import NotSupportedError
 from hpdcp._format.columns import EntryTable
+from hpdcp._format.file_names import DataFileName
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.load_plan import ReadItem
 from hpdcp._plan.planner import LoadPlanner, SavePlanner
@@ -39,9 +40,8 @@ class FileNaming:
 
     def names(self, suffix: str, part: int = 0) -> list[tuple[str, bool]]:
         """(key, exclusive) to try in order for part number `part` of the file that ends in `suffix`."""
-        number = f".{part}" if part else ""
-        unique = (f"_rank{self.rank}_{number}.{self.attempt}{suffix}", True)
-        return [(f"_rank{self.rank}_{number}{suffix}", True), unique] if self.plain else [unique]
+        unique = (DataFileName(self.rank, suffix, self.attempt, part).key, True)
+        return [(DataFileName(self.rank, suffix, None, part).key, True), unique] if self.plain else [unique]
 
 
 class Layout(ABC):

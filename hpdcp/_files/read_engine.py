@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
-import crc32c
 import numpy as np
 import torch
 
@@ -30,12 +29,13 @@ from hpdcp._base.threads import Threads
 from hpdcp._devices import device
 from hpdcp._devices.streams import follow_all
 from hpdcp._devices.uploads import BounceBuffers
-from hpdcp._format.metadata import BLOCK_BYTES, StorageInfo
+from hpdcp._format.checksums import block_span, blocks_between, checksum
+from hpdcp._format.metadata import StorageInfo
 from hpdcp._state.geometry import Box, flat_start, is_contiguous, relative, row_runs
 from hpdcp._state.views import view_of_box
 
 SLAB_BYTES = 32 << 20
-"""Most host memory that a window takes which passes through memory of the engine's own; a multiple of BLOCK_BYTES."""
+"""Most host memory that a window takes which passes through memory of the engine's own; a multiple of `BLOCK_BYTES`."""
 _LONG_RUN_BYTES = 64 << 10
 """From here on a run is worth a request of its own, even where the file could be mapped."""
 _WINDOWS_AT_ONCE: Final = 4
@@ -82,16 +82,16 @@ class Checker:
         if not stored.checksums:
             return
         stop = start + len(data)
-        for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
-            low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, stored.length)
+        for block in blocks_between(start, stop):
+            low, high = block_span(block, stored.length)
             if (stored.key, stored.offset, block) in self._checked:
                 continue
             if start <= low and high <= stop:
-                found = crc32c.crc32c(data[low - start : high - start])
+                found = checksum(data[low - start : high - start])
             elif self._partial_blocks:
                 whole = bytearray(high - low)
                 self._backend.read_ranges(stored.key, [ByteRange(stored.offset + low, len(whole))], [memoryview(whole)])
-                found = crc32c.crc32c(whole)
+                found = checksum(whole)
             else:
                 continue
             if found != stored.checksums[block]:

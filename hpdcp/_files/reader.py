@@ -23,17 +23,12 @@ from hpdcp._base.errors import (
 from hpdcp._base.timing import log_message
 from hpdcp._files import registry
 from hpdcp._files._agreement import check_one_location
-from hpdcp._files.commit import (
-    CLAIM,
-    METADATA,
-    rank_metadata_key,
-    rank_of_metadata_key,
-    read_or_none,
-)
+from hpdcp._files.commit import read_or_none
 from hpdcp._files.huggingface_folder import choose_file, read_weights
 from hpdcp._files.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
 from hpdcp._files.layout import Layout, Verify
 from hpdcp._files.read_engine import for_each_file
+from hpdcp._format.file_names import LEASE, METADATA, is_data_key, rank_metadata_key, rank_of_metadata_key
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.load_plan import LoadPlan
 from hpdcp._plan.planner import LoadPlanner, PlannerContext
@@ -113,7 +108,7 @@ class FileSystemReader(StorageReader):
             return Metadata.from_bytes(data, where=f"{self.backend.url}/{METADATA}")
         sizes = {info.key: info.size for info in self.backend.list_keys()}
         # Traces of a save go first: somebody saved beside the weights, and means to go on from there.
-        traces = any(key == CLAIM or key.startswith("_rank") or rank_of_metadata_key(key) is not None for key in sizes)
+        traces = any(key == LEASE or is_data_key(key) or rank_of_metadata_key(key) is not None for key in sizes)
         layout = None if traces else registry.foreign_layout(sizes)
         if layout is not None:
             return layout.foreign_metadata(self.backend)
@@ -124,8 +119,8 @@ class FileSystemReader(StorageReader):
 
     def _absent(self, keys: Sequence[str]) -> HpdcpError:
         url = self.backend.url
-        data = [key for key in keys if key.startswith("_rank")]
-        if data or CLAIM in keys:
+        data = [key for key in keys if is_data_key(key)]
+        if data or LEASE in keys:
             return IncompleteCheckpointError(
                 f"{url} has {len(data)} data files but no {METADATA}: the save did not finish. "
                 "Load an earlier checkpoint; hpdcp rm removes what this one left."

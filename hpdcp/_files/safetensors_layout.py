@@ -15,33 +15,27 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import ClassVar, Final
+from typing import ClassVar
 
-import crc32c
 import torch
 
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError, KeyExistsError
-from hpdcp._devices import device
+from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._devices.downloads import Downloads
 from hpdcp._files.layout import FileNaming, Layout, Verify
 from hpdcp._files.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents
+from hpdcp._format.checksums import HEAD_BYTES, BlockChecksums, head_mark
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.container import MAX_HEADER_BYTES, PREFIX_BYTES, TensorEntry, build_header, parse_header
 from hpdcp._format.dtypes import SAFETENSORS_NAMES
-from hpdcp._format.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata, StorageInfo
+from hpdcp._format.metadata import Metadata, StorageInfo
 from hpdcp._plan.load_plan import ReadItem
 from hpdcp._plan.planner import LoadPlanner, SavePlanner
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
 from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.geometry import Box
-
-VIEW_BYTES: Final = 512 << 10
-"""How much of a tensor's own memory is checksummed at a time: little enough to be in the processor's cache still when
-it is written right after, which brings a save in memory from 0.79 to 0.86 of one without checksums."""
-PIECE_BYTES: Final = 16 << 20
-"""Host memory that one copy of a part of a tensor takes, where its own memory cannot be written as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +152,7 @@ def _check_file(backend: Backend, metadata: Metadata, file: int) -> None:
         )
     head = bytearray(min(size, HEAD_BYTES))
     backend.read_ranges(key, [ByteRange(0, len(head))], [memoryview(head)])
-    if crc32c.crc32c(head) != int(storage.file_marks[file]):
+    if head_mark(head) != int(storage.file_marks[file]):
         raise CorruptCheckpointError(
             f"{key!r} in {backend.url} does not begin as the file that was committed: it is damaged, or was swapped "
             "for another save's. Load another checkpoint."
@@ -218,8 +212,8 @@ class _DataFile:
 
     @property
     def mark(self) -> int:
-        """crc32c of the first bytes."""
-        return crc32c.crc32c(self._header[0][:HEAD_BYTES])
+        """Of its first bytes, as `head_mark` makes it."""
+        return head_mark(self._header[0])
 
     def pieces(self) -> Iterator[memoryview]:
         """The file's bytes in order, checksummed as they go by."""
@@ -251,68 +245,6 @@ class _DataFile:
         for row, part in self._downloads.on_host(parts):
             for piece in byte_pieces(part):
                 yield row, piece
-
-
-class BlockChecksums:
-    """crc32c of each block of an extent that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self._done: list[int] = []
-        self._running = 0
-        self._filled = 0
-
-    def add(self, piece: memoryview) -> None:
-        position = 0
-        while position < len(piece):
-            step = min(len(piece) - position, BLOCK_BYTES - self._filled)
-            self._running = crc32c.crc32c(piece[position : position + step], self._running)
-            self._filled += step
-            position += step
-            if self._filled == BLOCK_BYTES:
-                self._close()
-
-    def _close(self) -> None:
-        self._done.append(self._running)
-        self._running = self._filled = 0
-
-    def finish(self) -> list[int]:
-        if self._filled:
-            self._close()
-        return self._done
-
-
-def block_checksums(pieces: Iterator[memoryview]) -> list[int]:
-    """crc32c of each block of what the pieces hold one after another."""
-    running = BlockChecksums()
-    for piece in pieces:
-        running.add(piece)
-    return running.finish()
-
-
-def byte_pieces(tensor: torch.Tensor, *, kept: bool = True) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order: its own memory where that will do, else small copies.
-
-    `kept=False`: the caller is done with a piece when it asks for the next one, so copies of a device's tensor may
-    take turns in the same memory.
-    """
-    tensor = tensor.detach()
-    if tensor.numel() == 0:
-        return
-    if not device.is_host(tensor):
-        for _, part in Downloads[None](None if kept else 0).on_host([(None, tensor)]):
-            yield from byte_pieces(part)
-        return
-    fits = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    if fits or tensor.numel() * tensor.element_size() <= PIECE_BYTES:
-        memory = device.host_bytes(device.to_host(tensor))
-        for start in range(0, len(memory), VIEW_BYTES):
-            yield memory[start : start + VIEW_BYTES]
-        return
-    axis = next(axis for axis, size in enumerate(tensor.shape) if size > 1)
-    row = tensor.numel() // tensor.shape[axis] * tensor.element_size()
-    rows = max(1, PIECE_BYTES // row)
-    for start in range(0, tensor.shape[axis], rows):
-        yield from byte_pieces(tensor.narrow(axis, start, min(rows, tensor.shape[axis] - start)))
 
 
 def _extents(plan: SavePlan) -> tuple[list[_Extent], list[_Extent]]:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpdcp._base.errors import CorruptCheckpointError, UnsupportedFormatError
+from hpdcp._format.checksums import BLOCK_BYTES
 from hpdcp._format.columns import (
     I64,
     ChunkTable,
@@ -31,12 +32,8 @@ from hpdcp._format.container import StringColumn, pack_columns, unpack_columns
 FORMAT_NAME: Final = "hpdcp"
 FORMAT_VERSION: Final = (1, 0)
 """(major, minor) of what this version writes; a newer major is refused, a newer minor is read."""
-BLOCK_BYTES: Final = 4 << 20
-"""One crc32c covers this many bytes of an extent; the last block of an extent may be shorter."""
 MOST_RANKS: Final = 1 << 20
 """Ranks that a checkpoint may say it was saved by; a forged number must not decide how much memory a load takes."""
-HEAD_BYTES: Final = 4096
-"""How much of a data file's start its mark covers: enough for the attempt id that its header begins with."""
 NO_CHECKSUMS: Final = "none"
 """The setting `checksums` where nobody recorded any: then no extent has one, instead of one for each block."""
 
@@ -98,7 +95,7 @@ class StorageInfo:
     length: int
     """In bytes."""
     checksums: tuple[int, ...]
-    """crc32c of each block of `BLOCK_BYTES`; empty where none were recorded."""
+    """crc32c of each block of `checksums.BLOCK_BYTES`; empty where none were recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +176,7 @@ class StorageTable:
     file_sizes: I64
     """Whole length of each file in bytes."""
     file_marks: npt.NDArray[np.uint32]
-    """crc32c of each file's first `HEAD_BYTES` bytes: tells a swapped or foreign file without reading it all."""
+    """Each file's `checksums.head_mark`: tells a swapped or foreign file without reading it all."""
 
     def to_columns(self) -> dict[str, npt.NDArray[np.generic]]:
         columns: dict[str, npt.NDArray[np.generic]] = {

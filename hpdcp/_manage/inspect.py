@@ -20,13 +20,13 @@ import numpy as np
 
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointNotFoundError, IncompleteCheckpointError, StorageError
-from hpdcp._files.commit import METADATA, rank_metadata_key
 from hpdcp._files.huggingface_folder import INDEX, WEIGHTS
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._files.registry import foreign_layout
 from hpdcp._files.safetensors_layout import read_header
 from hpdcp._format.columns import I64, EntryKind
 from hpdcp._format.container import parse_header
+from hpdcp._format.file_names import METADATA, rank_metadata_key
 from hpdcp._format.metadata import Metadata
 
 _MOST_LOOKED_AT: Final = 50

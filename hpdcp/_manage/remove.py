@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,23 +30,27 @@ from hpdcp._base.errors import (
     StorageError,
     SupersededError,
 )
-from hpdcp._comm.mailbox import mailbox_folder
 from hpdcp._files import registry
 from hpdcp._files.commit import (
-    CLAIM,
-    METADATA,
     SILENT_SECONDS,
     Claim,
     attempt_in_header,
-    rank_of_metadata_key,
     read_or_none,
 )
-from hpdcp._format.metadata import HEAD_BYTES, Metadata
+from hpdcp._format.checksums import HEAD_BYTES
+from hpdcp._format.file_names import (
+    LEASE,
+    METADATA,
+    DataFileName,
+    begins_as_data,
+    carries_attempt,
+    is_attempt,
+    is_metadata_key,
+    mailbox_folder,
+    rank_of_metadata_key,
+)
+from hpdcp._format.metadata import Metadata
 
-_BEGINS_AS_DATA: Final = re.compile(r"_rank\d+_[./]")
-_DATA: Final = re.compile(r"_rank\d+_(\.\d+)?(\.(?P<attempt>[0-9a-f]{16}))?\.[^/.]+")
-"""What `layout.FileNaming` calls data files."""
-_ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
 _REMOVAL: Final = "removal-"
 """Begins the attempt in the claim of a removal: it writes nothing, so nobody needs to wait for it."""
 
@@ -76,7 +79,7 @@ class Removal:
     @property
     def keys(self) -> tuple[str, ...]:
         """Everything that goes, in the order in which it goes."""
-        return (*self.metadata, *self.data, *([CLAIM] if self.claim else []))
+        return (*self.metadata, *self.data, *([LEASE] if self.claim else []))
 
 
 def remove_checkpoint(
@@ -161,7 +164,7 @@ class _Found:
 
     def _read_metadata(self, *, force: bool) -> None:
         for key in self.infos:
-            if key != METADATA and rank_of_metadata_key(key) is None:
+            if not is_metadata_key(key):
                 continue
             data = read_or_none(self.backend, key)
             if data is None:
@@ -170,27 +173,27 @@ class _Found:
             try:
                 metadata = Metadata.from_bytes(data, where=where)
             except CorruptCheckpointError as error:
-                if force and CLAIM in self.infos:
+                if force and LEASE in self.infos:
                     self.documents[key] = data
                     continue
                 raise CorruptCheckpointError(
                     f"{where} is no metadata of hpdcp, or damaged, so it does not say which files are the checkpoint's "
                     f"({error}). Nothing was removed. Remove the files by hand, if they are what you think"
                     + (", or pass force: what the claim names goes, files that only the metadata lists stay."
-                       if CLAIM in self.infos else ".")
+                       if LEASE in self.infos else ".")
                 ) from error  # fmt: skip
             self.documents[key] = data
             self.listed |= {name: metadata.files[name] for name in _data_files(metadata.files)}
-            if _ATTEMPT.fullmatch(metadata.settings.get("attempt", "")):
+            if is_attempt(metadata.settings.get("attempt", "")):
                 self.committed.add(metadata.settings["attempt"])
 
     def _read_claim(self) -> None:
-        self.claim_bytes = read_or_none(self.backend, CLAIM) if CLAIM in self.infos else None
+        self.claim_bytes = read_or_none(self.backend, LEASE) if LEASE in self.infos else None
         self.claim = None if self.claim_bytes is None else Claim.from_bytes(self.claim_bytes)
         if self.claim is None:
             return
         named = {**dict(self.claim.superseded), self.claim.attempt: self.claim.plain}
-        self.attempts |= {attempt: plain for attempt, plain in named.items() if _ATTEMPT.fullmatch(attempt)}
+        self.attempts |= {attempt: plain for attempt, plain in named.items() if is_attempt(attempt)}
         # `replacing` is what an attempt means to remove once it has committed, or what is committed still.
         kept = [key for key, _ in self.claim.replaced]
         for key in _data_files([*kept, *self.claim.replacing, *self._made_by(self.claim)]):
@@ -204,9 +207,9 @@ class _Found:
 
     def _unlisted(self) -> dict[str, str]:
         """Files that nothing lists but that are called as data files are and name an attempt in their header: which."""
-        infos = [info for key, info in self.infos.items() if key not in self.listed and _DATA.fullmatch(key)]
+        infos = [info for key, info in self.infos.items() if key not in self.listed and DataFileName.parse(key)]
         named = {info.key: self._attempt_of(info) for info in infos}
-        return {key: attempt for key, attempt in named.items() if attempt is not None and _ATTEMPT.fullmatch(attempt)}
+        return {key: attempt for key, attempt in named.items() if attempt is not None and is_attempt(attempt)}
 
     def _attempt_of(self, info: KeyInfo) -> str | None:
         head = bytearray(min(info.size, HEAD_BYTES))
@@ -218,24 +221,23 @@ class _Found:
 
     def _belongs(self, info: KeyInfo) -> bool:
         """Whether a file that nothing lists is one of the attempts'."""
-        found = _DATA.fullmatch(info.key)
+        found = DataFileName.parse(info.key)
         if found is None:
             return False
-        if found["attempt"] is not None:
+        if found.attempt is not None:
             return self.names_attempt(info.key)
         return self.attempts.get(self._attempt_of(info) or "", False)
 
     def names_attempt(self, key: str) -> bool:
         """Whether a data file's name carries the id of one of the attempts."""
-        found = _DATA.fullmatch(key)
-        return found is not None and found["attempt"] in self.attempts
+        return carries_attempt(key, self.attempts)
 
     def plan(self) -> Removal:
         # What other layouts put into sub-folders was not listed here: that one of them is missing does no harm.
         own = {key for key in self.listed if key in self.infos or "/" in key}
         own |= {key for key, info in self.infos.items() if key not in own and self._belongs(info)}
         has_claim = self.claim_bytes is not None
-        gone = {*own, *self.documents, *self.messages, *([CLAIM] if has_claim else [])}
+        gone = {*own, *self.documents, *self.messages, *([LEASE] if has_claim else [])}
         sizes = self.listed | {key: info.size for key, info in self.infos.items()} | self.messages
         return Removal(
             url=self.backend.url,
@@ -259,7 +261,7 @@ class _Found:
             last = 0.0
         if at_work is None:
             return
-        times = [self.infos[key].modified for key in (*_data_files(self.infos), *({CLAIM} & self.infos.keys()))]
+        times = [self.infos[key].modified for key in (*_data_files(self.infos), *({LEASE} & self.infos.keys()))]
         silent = time.time() - max([last, *times])
         if silent < SILENT_SECONDS:
             raise CheckpointExistsError(
@@ -288,17 +290,17 @@ class _Execution:
             replaced=tuple((key, now) for key in planned.data if key not in self._found.messages),
             made=tuple(sorted({key.partition("/")[0] for key in _fixed_names(planned.data)})),
         ).to_bytes()
-        if read_or_none(backend, CLAIM) != self._found.claim_bytes:
+        if read_or_none(backend, LEASE) != self._found.claim_bytes:
             raise self._overtaken("claimed the folder", "Nothing was removed.")
-        backend.publish(CLAIM, ours)
+        backend.publish(LEASE, ours)
         for key, data in self._found.documents.items():
             if read_or_none(backend, key) not in (data, None):
                 raise self._overtaken(f"published {key}", "Nothing was removed.")
         backend.delete(planned.metadata)
         backend.delete(planned.data)
-        if read_or_none(backend, CLAIM) != ours:
+        if read_or_none(backend, LEASE) != ours:
             raise self._overtaken("claimed the folder", "The old checkpoint was removed; what is new there stays.")
-        backend.delete([CLAIM])
+        backend.delete([LEASE])
 
     def _overtaken(self, what: str, state: str) -> SupersededError:
         return SupersededError(f"{self._backend.url}: meanwhile another save {what}. {state}")
@@ -308,11 +310,11 @@ def _data_files(keys: Iterable[str]) -> list[str]:
     """Those that hpdcp may have given data files as names: what lists them may have been written to do harm."""
     possible = [key for key in keys if can_be_key(key)]
     fixed = _fixed_names(possible)
-    return [key for key in possible if _BEGINS_AS_DATA.match(key) or key in fixed]
+    return [key for key in possible if begins_as_data(key) or key in fixed]
 
 
 def _fixed_names(keys: Iterable[str]) -> frozenset[str]:
-    return registry.fixed_names(key for key in keys if not _BEGINS_AS_DATA.match(key))
+    return registry.fixed_names(key for key in keys if not begins_as_data(key))
 
 
 def _nothing_there(backend: Backend, keys: Sequence[str]) -> str:

@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import crc32c
 import numpy as np
 
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError, NotSupportedError
 from hpdcp._files import registry
-from hpdcp._files.commit import CLAIM, Claim, rank_of_metadata_key, read_or_none
+from hpdcp._files.commit import Claim, read_or_none
 from hpdcp._files.layout import Layout
 from hpdcp._files.reader import FileSystemReader
+from hpdcp._format.checksums import HEAD_BYTES, block_span, checksum, head_mark
 from hpdcp._format.columns import starts_of
-from hpdcp._format.metadata import BLOCK_BYTES, HEAD_BYTES, Metadata
+from hpdcp._format.file_names import LEASE, is_data_key, rank_of_metadata_key
+from hpdcp._format.metadata import Metadata
 from hpdcp._manage.inspect import FoundMetadata, open_checkpoint
 
 _WINDOW_BYTES: Final = 32 << 20
@@ -178,7 +179,7 @@ class _Verification:
     def _check_head(self, key: str, size: int, file: int, rows: Sequence[int], result: _FileResult) -> None:
         head = bytearray(min(size, HEAD_BYTES))
         self._backend.read_ranges(key, [ByteRange(0, len(head))], [memoryview(head)])
-        if crc32c.crc32c(head) != int(self._metadata.storage.file_marks[file]):
+        if head_mark(head) != int(self._metadata.storage.file_marks[file]):
             result.damages.append(
                 Damage(
                     key, "does not begin as the file that was committed: damaged, or another save's", "", 0, len(head)
@@ -215,9 +216,9 @@ class _Verification:
         storage = self._metadata.storage
         begin, length = int(storage.offset[row]), int(storage.length[row])
         checksums = storage.crcs[self._crc_starts[row] : storage.crc_ends[row]].tolist()
-        for number, checksum in enumerate(checksums):
-            low, high = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, length)
-            yield _Block(row, begin + low, begin + high, checksum)
+        for number, recorded in enumerate(checksums):
+            low, high = block_span(number, length)
+            yield _Block(row, begin + low, begin + high, recorded)
 
     def _check_window(
         self, key: str, size: int, window: Sequence[_Block], memory: memoryview, result: _FileResult
@@ -230,7 +231,7 @@ class _Verification:
         for block in window:
             if block.stop > size:
                 problem = "the file ends before it does"
-            elif crc32c.crc32c(memory[block.start - start : block.stop - start]) != block.checksum:
+            elif checksum(memory[block.start - start : block.stop - start]) != block.checksum:
                 problem = "its checksum differs"
             else:
                 result.nbytes += block.stop - block.start
@@ -253,11 +254,11 @@ def _layout_of(metadata: Metadata) -> type[Layout] | None:
 
 def _orphans(backend: Backend, found: FoundMetadata) -> Iterator[str]:
     used = set(found.metadata.files)
-    claim = read_or_none(backend, CLAIM)
+    claim = read_or_none(backend, LEASE)
     parsed = Claim.from_bytes(claim) if claim is not None else None
     if parsed is not None:
         used.update(key for key, _ in parsed.replaced)
     for info in backend.list_keys():
         stale = rank_of_metadata_key(info.key) is not None and not found.by_rank
-        if stale or (info.key.startswith("_rank") and info.key not in used):
+        if stale or (is_data_key(info.key) and info.key not in used):
             yield info.key

@@ -22,7 +22,7 @@ class FileRecord:
     size: int
     """In bytes."""
     mark: int
-    """crc32c of its first `metadata.HEAD_BYTES` bytes."""
+    """crc32c of its first `checksums.HEAD_BYTES` bytes."""
 
 
 @dataclass(frozen=True, slots=True)

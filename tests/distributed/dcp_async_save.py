@@ -29,7 +29,7 @@ from hpdcp._base.errors import (
     WaitTimeoutError,
     WorkerDiedError,
 )
-from hpdcp._comm.mailbox import FOLDER_PREFIX
+from hpdcp._format.file_names import mailbox_folder
 from hpdcp._plan.plan_cache import PLANS
 from hpdcp._plan.save_plan import WriteItem
 from tests.support.job import Job
@@ -409,7 +409,7 @@ def test_a_save_of_one_rank_alone_does_not_put_the_others_out_of_step(ranks: Job
 
 def test_messages_of_a_crashed_attempt_are_never_read_and_go_with_the_next_save(ranks: Job, folder: Path) -> None:
     landed(ranks, hpdcp.async_save(state_of(ranks), checkpoint_id=folder / "it"))
-    crashed = folder / "it" / f"{FOLDER_PREFIX}0123456789abcdef"
+    crashed = folder / "it" / mailbox_folder("0123456789abcdef")
     if ranks.rank == 0:
         claim = (folder / "it" / ".attempt").read_bytes()
         mine = claim.split(b'"attempt": "')[1][:16]
@@ -427,7 +427,7 @@ def test_messages_of_a_crashed_attempt_are_never_read_and_go_with_the_next_save(
 
 
 def _mailboxes(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob(f"{FOLDER_PREFIX}*"))
+    return sorted(path.name for path in folder.glob(mailbox_folder("*")))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import hpdcp
 from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import StateDictError
-from hpdcp._format.metadata import HEAD_BYTES
+from hpdcp._format.checksums import HEAD_BYTES
 from hpdcp_backends.local import LocalBackend
 from tests.support.job import Job
 from tests.support.layouts import (

@@ -30,8 +30,8 @@ from hpdcp._base.errors import (
     StorageError,
     WorkerDiedError,
 )
-from hpdcp._comm.mailbox import FOLDER_PREFIX
 from hpdcp._files import registry
+from hpdcp._format.file_names import mailbox_folder
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS
 from hpdcp._plan.save_plan import WriteItem
@@ -202,7 +202,7 @@ def test_saves_in_the_background_hold_what_was_there_at_the_call(
         landed(ranks, response)
         check(ranks, url, float(turn), layouts["columns"])
         ranks.barrier()
-    assert not [key for key in keys_of(store) if key.startswith(FOLDER_PREFIX)]
+    assert not [key for key in keys_of(store) if key.startswith(mailbox_folder(""))]
     if mode == "apart":
         assert store.read(f"{ranks.rank}.metadata") == response.get_result().to_bytes()
     else:

@@ -19,8 +19,8 @@ from hpdcp._base.errors import (
     HpdcpError,
     IncompleteCheckpointError,
 )
-from hpdcp._files.commit import METADATA
-from hpdcp._format.metadata import HEAD_BYTES
+from hpdcp._format.checksums import HEAD_BYTES
+from hpdcp._format.file_names import METADATA
 from hpdcp._manage.verify import verify_checkpoint
 
 SENTINEL = -7.0

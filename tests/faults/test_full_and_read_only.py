@@ -18,7 +18,7 @@ import torch
 
 import hpdcp
 from hpdcp._base.errors import CommitUncertainError, StorageError
-from hpdcp._files.commit import CLAIM, METADATA
+from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp_backends.local import LocalBackend
 from tests.support.ranks import run_python
 
@@ -77,7 +77,7 @@ def test_a_file_size_limit_is_named_and_leaves_the_old_checkpoint(tmp_path: Path
             hpdcp.save({"w": torch.ones(1 << 19)}, checkpoint_id=tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert {path.name for path in tmp_path.iterdir()} == {METADATA, CLAIM, *before.files}
+    assert {path.name for path in tmp_path.iterdir()} == {METADATA, LEASE, *before.files}
     assert loaded(tmp_path) == 1
 
 
@@ -164,7 +164,7 @@ def test_whichever_operation_fails_the_old_or_the_new_checkpoint_loads(
     final = hpdcp.save(state(99.0), checkpoint_id=tmp_path)
     assert loaded(tmp_path) == 99
     if only:
-        assert {path.name for path in tmp_path.iterdir()} == {METADATA, CLAIM, *final.files}
+        assert {path.name for path in tmp_path.iterdir()} == {METADATA, LEASE, *final.files}
 
 
 def test_a_publish_that_fails_after_it_took_effect_removes_no_file(

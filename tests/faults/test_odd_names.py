@@ -13,7 +13,7 @@ from safetensors import safe_open
 import hpdcp
 from hpdcp._base.errors import HpdcpError, InvalidArgumentError, StateDictError
 from hpdcp._files import registry
-from hpdcp._files.commit import CLAIM, METADATA
+from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp._manage.inspect import inspect_checkpoint
 from tests.support.s3 import S3Server
 
@@ -58,7 +58,7 @@ def test_every_odd_key_comes_back_with_its_type_and_its_value(tmp_path: Path) ->
     state = {"t": tensors, "v": dict(values), "nested": {key: {"w": torch.tensor(i)} for i, key in enumerate(KEYS)}}
     folder = tmp_path / "ckpt"
     metadata = hpdcp.save(state, checkpoint_id=folder)
-    assert {path.name for path in folder.iterdir()} == {METADATA, CLAIM, *metadata.files}
+    assert {path.name for path in folder.iterdir()} == {METADATA, LEASE, *metadata.files}
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt"}
     target = {
         "t": {key: torch.full((3,), -1.0) for key in KEYS},

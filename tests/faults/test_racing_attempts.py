@@ -10,7 +10,7 @@ import torch
 
 import hpdcp
 from hpdcp._base.errors import SupersededError
-from hpdcp._files.commit import CLAIM, METADATA
+from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp._plan.save_plan import SavePlan
 
 
@@ -50,7 +50,7 @@ def test_the_older_claim_gives_way_and_the_newer_checkpoint_stays_whole(tmp_path
     planner = Interrupted(lambda: winner.append(hpdcp.save(state(2.0), checkpoint_id=tmp_path)))
     with pytest.raises(SupersededError, match="another attempt claimed it"):
         hpdcp.save(state(3.0), checkpoint_id=tmp_path, planner=planner)
-    assert names(tmp_path) == {METADATA, CLAIM, *winner[0].files}
+    assert names(tmp_path) == {METADATA, LEASE, *winner[0].files}
     assert loaded(tmp_path) == 2
 
 
@@ -70,7 +70,7 @@ def test_a_claim_alone_is_enough_to_stop_the_older_attempt(tmp_path: Path) -> No
 
     with pytest.raises(SupersededError):
         hpdcp.save(state(3.0), checkpoint_id=tmp_path, planner=Interrupted(claim_and_crash))
-    assert names(tmp_path) == {METADATA, CLAIM, *before.files}
+    assert names(tmp_path) == {METADATA, LEASE, *before.files}
     assert loaded(tmp_path) == 1
     hpdcp.save(state(4.0), checkpoint_id=tmp_path)
     assert loaded(tmp_path) == 4
@@ -83,7 +83,7 @@ def test_a_commit_by_somebody_who_did_not_claim_stops_the_attempt(tmp_path: Path
 
     def copy() -> None:
         for path in (tmp_path / "b").iterdir():
-            if path.name != CLAIM:
+            if path.name != LEASE:
                 (tmp_path / "a" / path.name).write_bytes(path.read_bytes())
 
     with pytest.raises(SupersededError, match="committed there"):
@@ -96,13 +96,13 @@ def test_two_attempts_that_find_an_empty_folder_never_share_a_file(tmp_path: Pat
     older: list[BaseException] = []
 
     def begin_second() -> None:
-        (tmp_path / CLAIM).unlink()
+        (tmp_path / LEASE).unlink()
         with pytest.raises(SupersededError) as caught:
             hpdcp.save(state(2.0), checkpoint_id=tmp_path, planner=Interrupted(begin_third))
         older.append(caught.value)
 
     def begin_third() -> None:
-        (tmp_path / CLAIM).unlink()
+        (tmp_path / LEASE).unlink()
         hpdcp.save(state(3.0), checkpoint_id=tmp_path)
 
     with pytest.raises(SupersededError):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp._files.commit import METADATA
+from hpdcp._format.file_names import METADATA
 from hpdcp._format.metadata import Metadata, PerRankStorageMetadata, TensorStorageMetadata
 from tests.golden import values
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import crc32c
 import numpy as np
 
 from hpdcp._base.backend import Backend, ByteRange, KeyInfo
@@ -22,9 +21,10 @@ from hpdcp._base.errors import (
     UnsupportedFormatError,
 )
 from hpdcp._devices import device
+from hpdcp._format.checksums import head_mark
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
 from hpdcp._format.container import StringColumn
-from hpdcp._format.metadata import HEAD_BYTES, NO_CHECKSUMS, Metadata, StorageTable
+from hpdcp._format.metadata import NO_CHECKSUMS, Metadata, StorageTable
 from hpdcp._plan.load_plan import ReadItem
 from hpdcp._plan.planner import LoadPlanner
 from hpdcp._state.dtypes import dtype_of
@@ -76,7 +76,7 @@ def group_metadata(backend: Backend) -> Metadata:
             crcs=np.zeros(0, dtype=np.uint32),
             file_names=StringColumn.from_strings([key for _, key, _ in found]),
             file_sizes=sizes,
-            file_marks=np.array([crc32c.crc32c(data[:HEAD_BYTES]) for _, _, data in found], dtype=np.uint32),
+            file_marks=np.array([head_mark(data) for _, _, data in found], dtype=np.uint32),
         ),
         {
             "world_size": "1",

@@ -8,14 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-import crc32c
 import numpy as np
 import torch
 
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import KeyExistsError, SupersededError
-from hpdcp._files.safetensors_layout import BlockChecksums, byte_pieces
-from hpdcp._format.metadata import HEAD_BYTES, StorageInfo
+from hpdcp._devices.byte_pieces import byte_pieces
+from hpdcp._format.checksums import BlockChecksums, HeadMark, head_mark
+from hpdcp._format.metadata import StorageInfo
 from hpdcp._plan.write_results import FileRecord, WriteResult
 from hpdcp_backends._zarr.codecs import Compression
 
@@ -93,7 +93,7 @@ class ChunkWriter:
 
     def write_document(self, key: str, data: bytes) -> None:
         """Store a document that describes a node."""
-        self.documents.append(self._create(key, [memoryview(data)], len(data), crc32c.crc32c(data[:HEAD_BYTES])))
+        self.documents.append(self._create(key, [memoryview(data)], len(data), head_mark(data)))
 
     def finish(self) -> None:
         """Return when everything is stored; the first failure is raised when nothing is under way any more."""
@@ -124,7 +124,7 @@ class ChunkWriter:
                 self._room.notify()
 
     def _store(self, chunk: Chunk, parts: Iterable[torch.Tensor]) -> Written:
-        original, head = BlockChecksums(), _Head()
+        original, head = BlockChecksums(), HeadMark()
         if chunk.is_prefix:
             file = self._create(chunk.key, _padded(parts, chunk, original, head), chunk.full_bytes, head)
             checksums = tuple(original.finish())
@@ -142,7 +142,7 @@ class ChunkWriter:
             WriteResult(StorageInfo(chunk.key, 0, chunk.nbytes, tuple(original.finish()))),
         )
 
-    def _create(self, key: str, pieces: Iterable[memoryview], size: int, mark: int | _Head) -> FileRecord:
+    def _create(self, key: str, pieces: Iterable[memoryview], size: int, mark: int | HeadMark) -> FileRecord:
         try:
             self._backend.write(key, pieces, size=size, exclusive=self._backend.conditional_create)
         except KeyExistsError as error:
@@ -151,24 +151,12 @@ class ChunkWriter:
                 "that only one job saves to a folder at a time, and save again."
             ) from error
         self._note(key)
-        return FileRecord(key, size, mark if isinstance(mark, int) else mark.crc)
+        return FileRecord(key, size, mark if isinstance(mark, int) else mark.value)
 
 
-class _Head:
-    """crc32c of the first bytes that go by."""
-
-    def __init__(self) -> None:
-        self.crc = 0
-        self._left = HEAD_BYTES
-
-    def add(self, piece: memoryview) -> None:
-        if self._left:
-            taken = piece[: self._left]
-            self.crc = crc32c.crc32c(taken, self.crc)
-            self._left -= len(taken)
-
-
-def _padded(parts: Iterable[torch.Tensor], chunk: Chunk, original: BlockChecksums, head: _Head) -> Iterator[memoryview]:
+def _padded(
+    parts: Iterable[torch.Tensor], chunk: Chunk, original: BlockChecksums, head: HeadMark
+) -> Iterator[memoryview]:
     """The elements' own memory, then zeros up to the end of the object."""
     for part in parts:
         for piece in byte_pieces(part):

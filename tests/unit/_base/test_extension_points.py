@@ -13,9 +13,10 @@ import torch
 import hpdcp
 import hpdcp.utils
 from hpdcp._base.errors import CheckpointNotFoundError, MissingKeysError, NotSupportedError, StorageError
-from hpdcp._files.safetensors_layout import block_checksums, byte_pieces
+from hpdcp._devices.byte_pieces import byte_pieces
+from hpdcp._format.checksums import HEAD_BYTES, block_checksums
 from hpdcp._format.columns import EntryKind
-from hpdcp._format.metadata import HEAD_BYTES, StorageInfo
+from hpdcp._format.metadata import StorageInfo
 from hpdcp._plan.load_plan import LoadPlan
 from hpdcp._plan.planner import LoadPlanner, PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan

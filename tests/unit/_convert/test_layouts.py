@@ -17,7 +17,7 @@ from hpdcp._convert import tensor_streams, transform
 from hpdcp._engine.save import save_state
 from hpdcp._files.folder_save import SaveIdentity
 from hpdcp._files.writer import FileSystemWriter
-from hpdcp._format.metadata import BLOCK_BYTES
+from hpdcp._format.checksums import BLOCK_BYTES
 from hpdcp._plan.standard_planner import StandardSavePlanner
 from hpdcp._state.geometry import Box
 from tests.support.backends import registered

@@ -22,10 +22,11 @@ from hpdcp._background._arena import Arena, tensor_at
 from hpdcp._background._staging import build_staged_state_dict
 from hpdcp._base.errors import InvalidArgumentError, StorageError
 from hpdcp._devices import buffers, downloads, streams
+from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._devices.downloads import Downloads
 from hpdcp._devices.streams import after_the_caller
 from hpdcp._files import read_engine
-from hpdcp._files.safetensors_layout import block_checksums, byte_pieces
+from hpdcp._format.checksums import block_checksums
 from hpdcp._plan.planner import PlannerContext
 from hpdcp_backends.local import LocalBackend
 from tests.support import fake_device

@@ -11,7 +11,7 @@ import torch
 import hpdcp
 from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, Metadata
 from hpdcp._base.backend import ByteRange
-from hpdcp._format.metadata import HEAD_BYTES
+from hpdcp._format.checksums import HEAD_BYTES
 from hpdcp_backends.local import LocalBackend
 
 _ROWS, _COLUMNS = 2000, 300

@@ -13,7 +13,8 @@ import torch
 
 import hpdcp
 from hpdcp._base.errors import StorageError
-from hpdcp._files.commit import CLAIM, METADATA, Attempt, Claim
+from hpdcp._files.commit import Attempt, Claim
+from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp._format.metadata import Metadata
 from hpdcp_backends.local import LocalBackend
 
@@ -55,7 +56,7 @@ def test_a_commit_removes_exactly_the_files_of_the_checkpoint_it_replaces(tmp_pa
     (tmp_path / "_rank0_.d" / "_rank0_.safetensors").write_text("mine")
     age(*(tmp_path / name for name in strangers), tmp_path / "_rank0_.d" / "_rank0_.safetensors")
     new = hpdcp.save(state(2.0), checkpoint_id=tmp_path)
-    assert names(tmp_path) == {*strangers, "_rank0_.d", METADATA, CLAIM, *new.files}
+    assert names(tmp_path) == {*strangers, "_rank0_.d", METADATA, LEASE, *new.files}
     assert not set(old.files) & set(new.files)
     assert (tmp_path / "_rank0_.d" / "_rank0_.safetensors").read_text() == "mine"
 
@@ -82,7 +83,7 @@ def test_plain_names_of_a_dead_attempt_go_only_when_the_file_says_that_it_is_its
     (tmp_path / "_rank1_.safetensors").write_bytes(b"a user's own file that looks like ours")
     age(tmp_path / "_rank0_.safetensors", tmp_path / "_rank1_.safetensors")
     new = hpdcp.save(state(), checkpoint_id=tmp_path)
-    assert names(tmp_path) == {METADATA, CLAIM, "_rank1_.safetensors", *new.files}
+    assert names(tmp_path) == {METADATA, LEASE, "_rank1_.safetensors", *new.files}
 
 
 def test_files_of_attempts_that_the_claim_does_not_name_stay(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_an_attempt_ended_between_its_commit_and_its_clean_up_leaves_that_to_the
         middle = hpdcp.save(state(2.0), checkpoint_id=tmp_path)
     assert set(old.files) < names(tmp_path)
     new = hpdcp.save(state(3.0), checkpoint_id=tmp_path)
-    assert names(tmp_path) == {METADATA, CLAIM, *new.files}, middle.files
+    assert names(tmp_path) == {METADATA, LEASE, *new.files}, middle.files
 
 
 def test_keep_replaced_for_delays_the_removal(tmp_path: Path) -> None:
@@ -115,18 +116,18 @@ def test_keep_replaced_for_delays_the_removal(tmp_path: Path) -> None:
         third = hpdcp.save(state(3.0), checkpoint_id=tmp_path)
     assert {*first.files, *second.files, *third.files} < names(tmp_path)
     assert set(known.files) <= names(tmp_path)
-    claim = Claim.from_bytes((tmp_path / CLAIM).read_bytes())
+    claim = Claim.from_bytes((tmp_path / LEASE).read_bytes())
     assert claim is not None and {key for key, _ in claim.replaced} == {*first.files, *second.files}
-    fields = json.loads((tmp_path / CLAIM).read_bytes())
+    fields = json.loads((tmp_path / LEASE).read_bytes())
     fields["replaced"] = [[key, since - 3601] for key, since in fields["replaced"] if key in first.files] + [
         pair for pair in fields["replaced"] if pair[0] in second.files
     ]
-    (tmp_path / CLAIM).write_text(json.dumps(fields))
+    (tmp_path / LEASE).write_text(json.dumps(fields))
     with hpdcp.config.using(keep_replaced_for=3600.0):
         fourth = hpdcp.save(state(4.0), checkpoint_id=tmp_path)
-    assert names(tmp_path) == {METADATA, CLAIM, *second.files, *third.files, *fourth.files}
+    assert names(tmp_path) == {METADATA, LEASE, *second.files, *third.files, *fourth.files}
     fifth = hpdcp.save(state(5.0), checkpoint_id=tmp_path)
-    assert names(tmp_path) == {METADATA, CLAIM, *fifth.files}
+    assert names(tmp_path) == {METADATA, LEASE, *fifth.files}
 
 
 @pytest.mark.parametrize(
@@ -147,23 +148,23 @@ def test_a_damaged_claim_stops_no_save_and_removes_nothing(tmp_path: Path, text:
     hpdcp.save(state(), checkpoint_id=tmp_path)
     (tmp_path / "_rank3_.safetensors").write_text("mine")
     age(tmp_path / "_rank3_.safetensors")
-    (tmp_path / CLAIM).write_bytes(text)
+    (tmp_path / LEASE).write_bytes(text)
     new = hpdcp.save(state(2.0), checkpoint_id=tmp_path)
-    assert names(tmp_path) == {METADATA, CLAIM, "_rank3_.safetensors", *new.files}
+    assert names(tmp_path) == {METADATA, LEASE, "_rank3_.safetensors", *new.files}
 
 
-@pytest.mark.parametrize("key", ["../outside.txt", "/etc/hostname", METADATA, CLAIM, "a\0b", "sub/../../outside.txt"])
+@pytest.mark.parametrize("key", ["../outside.txt", "/etc/hostname", METADATA, LEASE, "a\0b", "sub/../../outside.txt"])
 def test_a_hostile_claim_or_metadata_removes_nothing_but_data_files(tmp_path: Path, key: str) -> None:
     folder = tmp_path / "ckpt"
     outside = tmp_path / "outside.txt"
     outside.write_text("precious")
     hpdcp.save(state(), checkpoint_id=folder)
-    fields = json.loads((folder / CLAIM).read_bytes())
+    fields = json.loads((folder / LEASE).read_bytes())
     fields |= {"replaced": [[key, 0.0]], "replacing": [key], "superseded": [["../outside", True], ["", True]]}
-    (folder / CLAIM).write_text(json.dumps(fields))
+    (folder / LEASE).write_text(json.dumps(fields))
     new = hpdcp.save(state(2.0), checkpoint_id=folder)
     assert outside.read_text() == "precious"
-    assert names(folder) == {METADATA, CLAIM, *new.files}
+    assert names(folder) == {METADATA, LEASE, *new.files}
     target = state(-1.0)
     hpdcp.load(target, checkpoint_id=folder)
     assert target["step"] == 2
@@ -175,7 +176,7 @@ def test_a_damaged_metadata_is_replaced_and_its_files_are_left(tmp_path: Path) -
     data[20] ^= 0xFF
     (tmp_path / METADATA).write_bytes(data)
     new = hpdcp.save(state(2.0), checkpoint_id=tmp_path)
-    assert names(tmp_path) == {METADATA, CLAIM, *old.files, *new.files}
+    assert names(tmp_path) == {METADATA, LEASE, *old.files, *new.files}
     assert Metadata.from_bytes((tmp_path / METADATA).read_bytes(), where="x").files == new.files
 
 

@@ -22,7 +22,8 @@ from hpdcp._base.backend import Backend, ByteRange, KeyInfo, checked_buffers
 from hpdcp._base.errors import CorruptCheckpointError, KeyNotFoundError, KeyTruncatedError
 from hpdcp._files import read_engine
 from hpdcp._files.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents
-from hpdcp._format.metadata import BLOCK_BYTES, StorageInfo
+from hpdcp._format.checksums import BLOCK_BYTES
+from hpdcp._format.metadata import StorageInfo
 from hpdcp._state.geometry import Box
 
 KEY = "_rank0_.safetensors"

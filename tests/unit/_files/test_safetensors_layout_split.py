@@ -12,7 +12,7 @@ from safetensors import safe_open
 import hpdcp
 from hpdcp._base.errors import CorruptCheckpointError
 from hpdcp._files import safetensors_layout
-from hpdcp._files.commit import CLAIM, METADATA
+from hpdcp._format.file_names import LEASE, METADATA
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def split(folder: Path, suffix: str) -> list[str]:
 def test_many_files_per_rank_come_back_whole(tmp_path: Path) -> None:
     metadata = hpdcp.save(state(3), checkpoint_id=tmp_path)
     assert len(split(tmp_path, ".safetensors")) > 5 and len(split(tmp_path, ".bytes")) > 2
-    assert {path.name for path in tmp_path.iterdir()} == {METADATA, CLAIM, *metadata.files}
+    assert {path.name for path in tmp_path.iterdir()} == {METADATA, LEASE, *metadata.files}
     target = state(-1)
     hpdcp.load(target, checkpoint_id=tmp_path)
     expected = state(3)
@@ -61,7 +61,7 @@ def test_no_header_is_longer_than_asked_and_each_file_opens_elsewhere(tmp_path: 
 def test_a_save_over_several_files_removes_all_of_the_old_ones(tmp_path: Path) -> None:
     old = hpdcp.save(state(3), checkpoint_id=tmp_path)
     new = hpdcp.save(state(4), checkpoint_id=tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {METADATA, CLAIM, *new.files}
+    assert {path.name for path in tmp_path.iterdir()} == {METADATA, LEASE, *new.files}
     assert not set(old.files) & set(new.files)
     target = state(-1)
     hpdcp.load(target, checkpoint_id=tmp_path)

@@ -12,10 +12,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hpdcp
 from hpdcp._base.errors import CheckpointNotFoundError, IncompleteCheckpointError
-from hpdcp._files.commit import METADATA
 from hpdcp._files.folder_save import forget_ordinals
+from hpdcp._format.checksums import BLOCK_BYTES
 from hpdcp._format.columns import EntryKind
-from hpdcp._format.metadata import BLOCK_BYTES
+from hpdcp._format.file_names import METADATA
 from hpdcp._manage.inspect import inspect_checkpoint
 from hpdcp._manage.verify import verify_checkpoint
 

@@ -28,9 +28,10 @@ from hpdcp._base.errors import (
     UnsupportedFormatError,
 )
 from hpdcp._comm.mailbox import mailbox_folder, report_dead_worker
-from hpdcp._files.commit import CLAIM, METADATA, Attempt
+from hpdcp._files.commit import Attempt
 from hpdcp._files.folder_save import forget_ordinals
 from hpdcp._format.container import StringColumn
+from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp._format.metadata import Metadata
 from hpdcp._manage.remove import Removal, remove_checkpoint
 from hpdcp_backends.local import LocalBackend
@@ -52,7 +53,7 @@ def files(folder: Path) -> set[str]:
 
 def aged(folder: Path, seconds: float) -> None:
     """Make everything in the folder that much older, and what the claim says as well."""
-    claim = folder / CLAIM
+    claim = folder / LEASE
     if claim.exists():
         said = json.loads(claim.read_text())
         claim.write_text(json.dumps({**said, "began": said["began"] - seconds}))
@@ -65,7 +66,7 @@ def test_a_checkpoint_and_its_folder_go(folder: Path) -> None:
     expected = files(folder)
     nbytes = sum(path.stat().st_size for path in folder.iterdir())
     removal = remove_checkpoint(folder)
-    assert set(removal.keys) == expected == {METADATA, CLAIM, "_rank0_.safetensors", "_rank0_.bytes"}
+    assert set(removal.keys) == expected == {METADATA, LEASE, "_rank0_.safetensors", "_rank0_.bytes"}
     assert (removal.nbytes, removal.folder_removed, removal.foreign) == (nbytes, True, ())
     assert not folder.exists()
     with pytest.raises(CheckpointNotFoundError):
@@ -112,7 +113,7 @@ def test_the_metadata_goes_first_and_the_claim_last(folder: Path, monkeypatch: p
 
     monkeypatch.setattr(LocalBackend, "delete", watched)
     remove_checkpoint(folder)
-    assert gone == [METADATA, "_rank0_.bytes", "_rank0_.safetensors", CLAIM]
+    assert gone == [METADATA, "_rank0_.bytes", "_rank0_.safetensors", LEASE]
 
 
 def failing_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
@@ -169,7 +170,7 @@ def begun(folder: Path, *, attempt: str = "00000000deadbeef") -> Attempt:
     hpdcp.save(STATE, checkpoint_id=folder.parent / "other")
     head = (folder.parent / "other/_rank0_.safetensors").read_bytes()
     name = "_rank0_.safetensors" if started.claim.plain else f"_rank0_.{attempt}.safetensors"
-    old = json.loads((folder.parent / "other" / CLAIM).read_text())["attempt"]
+    old = json.loads((folder.parent / "other" / LEASE).read_text())["attempt"]
     (folder / name).write_bytes(head.replace(old.encode(), attempt.encode()))
     report_dead_worker(backend, attempt, 0)
     return started
@@ -308,8 +309,8 @@ def test_metadata_and_claims_of_a_stranger_cannot_name_a_users_file(listed: str,
     for place in (folder, folder.parent):
         (place / "notes.txt").write_text("mine")
     list_instead(folder, listed)
-    said: dict[str, Any] = json.loads((folder / CLAIM).read_text())
-    (folder / CLAIM).write_text(
+    said: dict[str, Any] = json.loads((folder / LEASE).read_text())
+    (folder / LEASE).write_text(
         json.dumps({**said, "replaced": [[listed, 0]], "replacing": [listed], "made": [listed]})
     )
     remove_checkpoint(folder)
@@ -337,8 +338,8 @@ def test_files_that_a_layout_puts_into_folders_go_and_what_lies_beside_them_stay
 
 def test_what_an_unfinished_save_made_under_fixed_names_goes(folder: Path) -> None:
     begun(folder)
-    said: dict[str, Any] = json.loads((folder / CLAIM).read_text())
-    (folder / CLAIM).write_text(json.dumps({**said, "made": ["w"]}))
+    said: dict[str, Any] = json.loads((folder / LEASE).read_text())
+    (folder / LEASE).write_text(json.dumps({**said, "made": ["w"]}))
     (folder / "w/c/0").mkdir(parents=True)
     for name in ("w/zarr.json", "w/c/0/0", "w/notes.txt"):
         (folder / name).write_text("x")

@@ -1,0 +1,109 @@
+"""Names of a checkpoint's files on storage: every one is made and recognised here.
+
+    .metadata                         what the checkpoint holds; published last, so that its presence means whole
+    3.metadata                        instead, one for each rank, where ranks save each for itself
+    .attempt                          the lease: which attempt saves to the folder now
+    _rank3_.<attempt>.safetensors     data of rank 3; `_rank3_.1.<attempt>.safetensors` is its second such file
+    _rank3_.safetensors               the same where an attempt found the folder empty, and from earlier versions
+    .mailbox-<attempt>/...            messages of ranks that exchange through storage
+
+An attempt's id is 16 hexadecimal digits. Names that only a layout knows are the layout's own business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Final
+
+METADATA: Final = ".metadata"
+LEASE: Final = ".attempt"
+
+_DATA_PREFIX: Final = "_rank"
+_ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
+_DATA: Final = re.compile(
+    # Fewer digits than an attempt has, which may be all digits.
+    r"_rank(?P<rank>\d+)_(\.(?P<part>\d{1,9}))?(\.(?P<attempt>[0-9a-f]{16}))?(?P<suffix>\.[^/.]+)"
+)
+_BEGINS_AS_DATA: Final = re.compile(r"_rank\d+_[./]")
+
+
+def rank_metadata_key(rank: int) -> str:
+    """Where `rank` publishes its own part when it saves without collectives."""
+    return f"{rank}{METADATA}"
+
+
+def rank_of_metadata_key(key: str) -> int | None:
+    """The rank in `{rank}.metadata`; None for any other key.
+
+    >>> rank_of_metadata_key("12.metadata"), rank_of_metadata_key(".metadata")
+    (12, None)
+    """
+    rank, dot, rest = key.partition(".")
+    return int(rank) if dot + rest == METADATA and rank.isascii() and rank.isdigit() else None
+
+
+def is_metadata_key(key: str) -> bool:
+    """Whether it is `.metadata`, or `{rank}.metadata`."""
+    return key == METADATA or rank_of_metadata_key(key) is not None
+
+
+def mailbox_folder(attempt: str) -> str:
+    """Where the messages of an attempt lie."""
+    return f".mailbox-{attempt}"
+
+
+def is_attempt(text: str) -> bool:
+    """Whether `text` has the form of an attempt's id."""
+    return _ATTEMPT.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class DataFileName:
+    """What the name of a rank's data file says."""
+
+    rank: int
+    suffix: str
+    """With its dot, such as ".safetensors"."""
+    attempt: str | None = None
+    """None in a plain name."""
+    part: int = 0
+    """Which of the rank's files with this suffix."""
+
+    @property
+    def key(self) -> str:
+        """The name.
+
+        >>> DataFileName(3, ".bytes", "00c0ffee00c0ffee", part=1).key
+        '_rank3_.1.00c0ffee00c0ffee.bytes'
+        """
+        part = f".{self.part}" if self.part else ""
+        attempt = "" if self.attempt is None else f".{self.attempt}"
+        return f"{_DATA_PREFIX}{self.rank}_{part}{attempt}{self.suffix}"
+
+    @classmethod
+    def parse(cls, key: str) -> DataFileName | None:
+        """What `key` says; None where it is not the name of a data file.
+
+        >>> DataFileName.parse("_rank3_.bytes")
+        DataFileName(rank=3, suffix='.bytes', attempt=None, part=0)
+        """
+        found = _DATA.fullmatch(key)
+        return found and cls(int(found["rank"]), found["suffix"], found["attempt"], int(found["part"] or 0))
+
+
+def is_data_key(key: str) -> bool:
+    """Whether `key` is reserved for data files: enough to tell that somebody saved here, not to remove it."""
+    return key.startswith(_DATA_PREFIX)
+
+
+def begins_as_data(key: str) -> bool:
+    """Whether hpdcp, or a layout that names files below a rank's, may have made a data file of this name."""
+    return _BEGINS_AS_DATA.match(key) is not None
+
+
+def carries_attempt(key: str, attempts: Container[str]) -> bool:
+    """Whether it is the name of a data file, with the id of one of the attempts in it."""
+    found = DataFileName.parse(key)
+    return found is not None and found.attempt in attempts
