@@ -102,11 +102,31 @@ def test_the_readmes_script_trains_on_four_ranks_and_resumes_on_two(tmp_path: Pa
     assert hpdcp.FileSystemReader(folder).load_metadata().world_size == 2
 
 
+def test_the_tutorial_quotes_the_script_that_it_tells_of() -> None:
+    lines = [line.strip() for line in (ROOT / "docs/tutorial/train_and_resume.py").read_text().splitlines()]
+    script = "\n".join(lines)
+    quoted = ["\n".join(map(str.strip, code.splitlines())) for _, code in blocks(ROOT / "docs/tutorial/README.md")]
+    assert quoted and [code for code in quoted if code not in script] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)\)", page.read_text())
     missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_paths_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?:hpdcp|backends|tests|docs|benchmarks)/[\w./-]*)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_module_map_has_every_package_and_every_public_module() -> None:
+    text = (ROOT / "docs/explanation/modules.md").read_text()
+    packages = {f"`{path.parent.name}`" for path in (ROOT / "hpdcp").glob("*/__init__.py")}
+    facades = {f"`hpdcp.{path.stem}`" for path in (ROOT / "hpdcp").glob("[a-z]*.py") if path.stem != "cli"}
+    assert [name for name in sorted(packages | facades) if name not in text] == []
 
 
 def test_every_page_is_listed() -> None:

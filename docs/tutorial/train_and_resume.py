@@ -96,7 +96,7 @@ def train(mesh: DeviceMesh, checkpoint: Path, *, resume: bool) -> dict[str, Any]
         began = time.perf_counter()
         # AdamW creates its moments in the first step. The checkpoint knows which ones there are, so none is needed.
         hpdcp.allocate_optimizer_state(optimizer, checkpoint_id=checkpoint)
-        # `.all()` hands over the value of every rank that saved, however many there are now.
+        # `.all()` gives the value of every rank that saved, however many there are now.
         state = {"model": model, "optimizer": optimizer, "step": step, "data": hpdcp.PerRank.all()}
         hpdcp.load(state, checkpoint_id=checkpoint)
         report["load_seconds"] = time.perf_counter() - began
