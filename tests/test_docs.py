@@ -122,6 +122,12 @@ def test_the_paths_that_a_page_names_exist(page: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_the_make_targets_that_pages_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"(?:`|\$ )make ([a-z]+)", page.read_text())}
+    assert named and named <= targets
+
+
 def test_the_module_map_has_every_package_and_every_public_module() -> None:
     text = (ROOT / "docs/explanation/modules.md").read_text()
     packages = {f"`{path.parent.name}`" for path in (ROOT / "hpdcp").glob("*/__init__.py")}
