@@ -21,6 +21,7 @@ import torch
 
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError
+from hpdcp._base.splitting import batches
 from hpdcp._devices import device
 from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._files.layout import FileNaming, Layout, Verify
@@ -148,7 +149,7 @@ class ZarrLayout(Layout):
                         writer, plan.entries, int(plan.chunks.entry[row]), nodes, chunks[row].steps, compression
                     )
             together = set(plan.put_together().tolist())
-            for batch in _batches(sorted(together), chunks):
+            for batch in batches(sorted(together), lambda row: chunks[row].nbytes, _BATCH_BYTES):
                 for row, tensor in self._put_together(backend, plan, batch, chunks, naming):
                     writer.write(row, chunks[row], [tensor])
             held = [row for row in range(len(plan)) if row not in together]
@@ -272,19 +273,6 @@ def _chunk(plan: SavePlan, nodes: Mapping[int, str], row: int, compression: Comp
     steps = steps_of(plan, entry)
     key = chunk_key(nodes[entry], offsets, steps, deeper=name not in ZARR_NAMES)
     return Chunk(key, dtype, sizes, steps, compression)
-
-
-def _batches(rows: Sequence[int], chunks: Sequence[Chunk]) -> Iterator[list[int]]:
-    batch: list[int] = []
-    held = 0
-    for row in rows:
-        if batch and held + chunks[row].nbytes > _BATCH_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(row)
-        held += chunks[row].nbytes
-    if batch:
-        yield batch
 
 
 def _box_read(metadata: Metadata, item: ReadItem, planner: LoadPlanner) -> BoxRead:

@@ -32,6 +32,7 @@ from hpdcp._base.errors import (
     PeerLostError,
     UnsupportedTypeError,
 )
+from hpdcp._base.splitting import assign_evenly
 from hpdcp._base.timing import log_message
 from hpdcp._comm.exchange import Exchange
 from hpdcp._files.commit import publish_or_doubt, read_or_none
@@ -137,10 +138,9 @@ class ExportPlan:
     def shares(self, world_size: int) -> list[list[ExportFile]]:
         """The files that each rank writes, about as many bytes each."""
         found: list[list[ExportFile]] = [[] for _ in range(world_size)]
-        load = [0] * world_size
-        for file in sorted(self.files, key=lambda file: (-file.nbytes, file.key)):
-            rank = min(range(world_size), key=load.__getitem__)
-            load[rank] += file.nbytes
+        largest_first = sorted(self.files, key=lambda file: (-file.nbytes, file.key))
+        ranks = assign_evenly((file.nbytes for file in largest_first), world_size)
+        for rank, file in zip(ranks, largest_first, strict=True):
             found[rank].append(file)
         return found
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hpdcp._base.errors import InvalidArgumentError
+from hpdcp._base.splitting import assign_evenly
 from hpdcp._convert.tensor_streams import StreamRequest, TensorStream, TensorStreamer
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
@@ -121,10 +122,8 @@ def shares(metadata: Metadata, world_size: int) -> list[list[tuple[int, Box]]]:
         pieces += [(int(nbytes[row]) * box.volume // whole.volume, row, box) for box in _by_rows(whole, parts)]
     pieces.sort(key=lambda piece: (-piece[0], piece[1:]))
     found: list[list[tuple[int, Box]]] = [[] for _ in range(world_size)]
-    load = [0] * world_size
-    for size, row, box in pieces:
-        rank = min(range(world_size), key=load.__getitem__)
-        load[rank] += size
+    ranks = assign_evenly((size for size, _, _ in pieces), world_size)
+    for rank, (_, row, box) in zip(ranks, pieces, strict=True):
         found[rank].append((row, box))
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +11,7 @@ import torch
 
 from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import CorruptCheckpointError, CoverageError
+from hpdcp._base.splitting import cut_rows
 from hpdcp._format.metadata import Metadata, MetadataIndex, StorageInfo
 from hpdcp._plan.load_plan import ReadItem
 from hpdcp._plan.stored_index import Stored
@@ -172,20 +173,6 @@ class StreamPlanner:
         return stored
 
 
-def batches(steps: Iterable[StreamStep], most: int) -> Iterator[list[StreamStep]]:
-    """Steps that are read together, of at most `most` bytes unless there is but one."""
-    batch: list[StreamStep] = []
-    held = 0
-    for step in steps:
-        if batch and held + step.room > most:
-            yield batch
-            batch, held = [], 0
-        batch.append(step)
-        held += step.room
-    if batch:
-        yield batch
-
-
 def row_blocks(box: Box, most: int) -> Iterator[Box]:
     """Boxes that make up `box`, in row-major order, of at most `most` elements; whole rows where they fit.
 
@@ -197,10 +184,7 @@ def row_blocks(box: Box, most: int) -> Iterator[Box]:
     if box.volume <= most or box.volume <= 1:
         yield box
         return
-    axis = next(axis for axis, size in enumerate(box.sizes) if size > 1)
-    row = box.volume // box.sizes[axis]
-    rows = max(1, most // row)
-    for start in range(0, box.sizes[axis], rows):
-        size = min(rows, box.sizes[axis] - start)
+    axis, parts = cut_rows(box.sizes, most)
+    for start, size in parts:
         offsets = (*box.offsets[:axis], box.offsets[axis] + start, *box.offsets[axis + 1 :])
         yield from row_blocks(Box(offsets, (*box.sizes[:axis], size, *box.sizes[axis + 1 :])), most)

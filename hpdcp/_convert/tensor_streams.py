@@ -14,14 +14,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
+from operator import attrgetter
 from typing import Final, TypeAlias
 
 import torch
 
 from hpdcp._base import config
 from hpdcp._base.errors import CheckpointReplacedError
+from hpdcp._base.splitting import batches
 from hpdcp._convert._read_ahead import ReusedMemory, read_ahead
-from hpdcp._convert._stream_plan import ChunkRange, StreamPlanner, StreamStep, batches
+from hpdcp._convert._stream_plan import ChunkRange, StreamPlanner, StreamStep
 from hpdcp._convert._stream_plan import StreamRequest as StreamRequest
 from hpdcp._devices import device
 from hpdcp._files import registry
@@ -129,7 +131,7 @@ class TensorStreamer:
             for number, request in enumerate(requests)
             for step in self._planner.steps(number, request, STREAM_BYTES)
         )
-        makers = (partial(self._read, batch) for batch in batches(steps, STREAM_BYTES))
+        makers = (partial(self._read, batch) for batch in batches(steps, attrgetter("room"), STREAM_BYTES))
         with closing(read_ahead(makers, self._context.copy())) as ready:
             for block in ready:
                 while block:

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from hpdcp._base.splitting import cut_rows
 from hpdcp._devices import device
 from hpdcp._devices.downloads import Downloads
 
@@ -36,8 +37,6 @@ def byte_pieces(tensor: torch.Tensor, *, kept: bool = True) -> Iterator[memoryvi
         for start in range(0, len(memory), VIEW_BYTES):
             yield memory[start : start + VIEW_BYTES]
         return
-    axis = next(axis for axis, size in enumerate(tensor.shape) if size > 1)
-    row = tensor.numel() // tensor.shape[axis] * tensor.element_size()
-    rows = max(1, COPY_BYTES // row)
-    for start in range(0, tensor.shape[axis], rows):
-        yield from byte_pieces(tensor.narrow(axis, start, min(rows, tensor.shape[axis] - start)))
+    axis, parts = cut_rows(tensor.shape, COPY_BYTES // tensor.element_size())
+    for start, length in parts:
+        yield from byte_pieces(tensor.narrow(axis, start, length))

@@ -9,6 +9,7 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
+from hpdcp._base.splitting import cut_rows
 from hpdcp._devices import streams
 from hpdcp._devices.buffers import pinned_if_possible
 from hpdcp._devices.device import SUB_BYTE_DTYPES, is_host
@@ -180,15 +181,13 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         yield tensor.view(-1).view(torch.uint8)
         return
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes <= BATCH_BYTES:
+    if tensor.numel() * tensor.element_size() <= BATCH_BYTES:
         # One more dimension, so that it is never taken for flat bytes, which may be cut.
         yield tensor.unsqueeze(0)
         return
-    axis = next(axis for axis, size in enumerate(tensor.shape) if size > 1)
-    rows = max(1, BATCH_BYTES * tensor.shape[axis] // nbytes)
-    for start in range(0, tensor.shape[axis], rows):
-        yield from _parts(tensor.narrow(axis, start, min(rows, tensor.shape[axis] - start)))
+    axis, parts = cut_rows(tensor.shape, BATCH_BYTES // tensor.element_size())
+    for start, length in parts:
+        yield from _parts(tensor.narrow(axis, start, length))
 
 
 def _targets(batch: _Batch[_Key], memory: torch.Tensor) -> list[torch.Tensor | None]:

@@ -21,6 +21,7 @@ import torch
 
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError, KeyExistsError
+from hpdcp._base.splitting import batches
 from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._devices.downloads import Downloads
 from hpdcp._files.layout import FileNaming, Layout, Verify
@@ -77,7 +78,7 @@ class SafetensorsLayout(Layout):
         files: list[FileRecord] = []
         downloads: Downloads[int] = Downloads(backend.write_window)
         for suffix, extents in ((".safetensors", tensors), (".bytes", objects)):
-            for group in _split(extents):
+            for group in batches(extents, _header_bytes, MAX_HEADER_BYTES):
                 downloads.release()  # the file before this one is written
                 file = _DataFile(naming, suffix, self._next_part(suffix), group, planner, downloads)
                 record = self._create(backend, file)
@@ -306,17 +307,9 @@ def _safe(fqn: str) -> str:
     return fqn
 
 
-def _split(extents: Sequence[_Extent]) -> Iterator[list[_Extent]]:
-    """Groups whose headers stay well below the longest one allowed; none for no extents."""
-    group: list[_Extent] = []
-    size = 0
-    for extent in extents:
-        # Twice the names, shapes and offsets as JSON, and what surrounds them; generous, since it only decides a split.
-        weight = 12 * (len(extent.key) + len(extent.item.index.fqn)) + 44 * (len(extent.shape) + 1) * 3 + 256
-        if group and size + weight > MAX_HEADER_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(extent)
-        size += weight
-    if group:
-        yield group
+def _header_bytes(extent: _Extent) -> int:
+    """About what an extent takes in a header.
+
+    Twice the names, shapes and offsets as JSON, and what surrounds them; generous, since it only decides a split.
+    """
+    return 12 * (len(extent.key) + len(extent.item.index.fqn)) + 44 * (len(extent.shape) + 1) * 3 + 256
