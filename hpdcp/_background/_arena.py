@@ -26,8 +26,8 @@ _GRANULE: Final = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where something lies in the arena."""
+class ArenaRange:
+    """Bytes of the arena."""
 
     segment: int
     offset: int
@@ -69,12 +69,12 @@ class Segment:
                 f"no shared memory for staging {size} bytes: {error}. Lower async_staging_budget."
             ) from error
 
-    def memory(self, place: Place) -> memoryview:
-        """The bytes at `place`, without a copy."""
-        return memoryview(self._map)[place.offset : place.offset + place.length]
+    def memory(self, where: ArenaRange) -> memoryview:
+        """The bytes at `where`, without a copy."""
+        return memoryview(self._map)[where.offset : where.offset + where.length]
 
     def close(self) -> None:
-        """Let go of it; views that are still looked at keep the memory."""
+        """Close this process's descriptor; views that are still in use keep the memory."""
         if self._lock is not None:
             self._lock()
             self._lock = None
@@ -87,14 +87,14 @@ class Arena:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
 
-    def lay_out(self, lengths: Sequence[int]) -> list[Place]:
-        """A place for each length; whatever was laid out before is given up. Grows where there is too little room.
+    def lay_out(self, lengths: Sequence[int]) -> list[ArenaRange]:
+        """A range for each length; whatever was laid out before is given up. Grows where there is too little room.
 
         Raises:
             StorageError: the system has no memory for it.
         """
         rest = sum(_aligned(length) for length in lengths)
-        places: list[Place] = []
+        ranges: list[ArenaRange] = []
         segment = start = 0
         for length in lengths:
             while segment < len(self.segments) and start + length > self.segments[segment].size:
@@ -104,18 +104,18 @@ class Arena:
                 # to save outgrows few segments.
                 size = max(rest, _GRANULE, self.capacity)
                 self.segments.append(Segment.create(-(-size // _GRANULE) * _GRANULE))
-            places.append(Place(segment, start, length))
+            ranges.append(ArenaRange(segment, start, length))
             start += _aligned(length)
             rest -= _aligned(length)
-        return places
+        return ranges
 
-    def memory(self, place: Place) -> memoryview:
-        """The writable bytes at `place`."""
-        return self.segments[place.segment].memory(place)
+    def memory(self, where: ArenaRange) -> memoryview:
+        """The writable bytes at `where`."""
+        return self.segments[where.segment].memory(where)
 
-    def page_locked(self, place: Place, kind: torch.device) -> bool:
-        """Whether this kind of device copies straight into the memory at `place`."""
-        return self.segments[place.segment].page_locked(kind)
+    def page_locked(self, where: ArenaRange, kind: torch.device) -> bool:
+        """Whether this kind of device copies straight into the memory at `where`."""
+        return self.segments[where.segment].page_locked(kind)
 
     @property
     def capacity(self) -> int:
@@ -123,7 +123,7 @@ class Arena:
         return sum(segment.size for segment in self.segments)
 
     def close(self) -> None:
-        """Give the memory back to the system, once nobody looks at it any more."""
+        """Give the memory back to the system, once no view of it is in use any more."""
         for segment in self.segments:
             segment.close()
         self.segments = []

@@ -16,18 +16,18 @@ MIB = 1 << 20
 
 
 @given(st.lists(st.lists(st.integers(0, 5 * MIB), max_size=12), min_size=1, max_size=4))
-def test_places_never_overlap_and_lie_inside_their_segments(saves: list[list[int]]) -> None:
+def test_ranges_never_overlap_and_lie_inside_their_segments(saves: list[list[int]]) -> None:
     arena = Arena()
     try:
         for lengths in saves:
-            places = arena.lay_out(lengths)
-            assert [place.length for place in places] == lengths
+            ranges = arena.lay_out(lengths)
+            assert [where.length for where in ranges] == lengths
             taken: dict[int, int] = {}
-            for place in places:
-                assert place.offset % 64 == 0
-                assert place.offset >= taken.get(place.segment, 0)
-                taken[place.segment] = place.offset + place.length
-                assert taken[place.segment] <= arena.segments[place.segment].size
+            for where in ranges:
+                assert where.offset % 64 == 0
+                assert where.offset >= taken.get(where.segment, 0)
+                taken[where.segment] = where.offset + where.length
+                assert taken[where.segment] <= arena.segments[where.segment].size
     finally:
         arena.close()
 
@@ -55,20 +55,20 @@ def test_one_growing_value_does_not_gather_segments_without_end() -> None:
 
 def test_another_holder_of_the_descriptor_sees_what_was_written() -> None:
     arena = Arena()
-    (place,) = arena.lay_out([16])
-    tensor_at(arena.memory(place), torch.int32, (2, 2)).copy_(torch.tensor([[1, 2], [3, 4]]))
+    (where,) = arena.lay_out([16])
+    tensor_at(arena.memory(where), torch.int32, (2, 2)).copy_(torch.tensor([[1, 2], [3, 4]]))
     segment = arena.segments[0]
     theirs = Segment(os.dup(segment.descriptor), segment.size, writable=False)
-    assert tensor_at(theirs.memory(place), torch.int32, (4,)).tolist() == [1, 2, 3, 4]
-    assert theirs.memory(place).readonly
+    assert tensor_at(theirs.memory(where), torch.int32, (4,)).tolist() == [1, 2, 3, 4]
+    assert theirs.memory(where).readonly
     theirs.close()
     arena.close()
 
 
 def test_views_outlive_the_arena() -> None:
     arena = Arena()
-    (place,) = arena.lay_out([8])
-    tensor = tensor_at(arena.memory(place), torch.int64, ())
+    (where,) = arena.lay_out([8])
+    tensor = tensor_at(arena.memory(where), torch.int64, ())
     tensor.fill_(7)
     arena.close()
     assert tensor.item() == 7
@@ -93,8 +93,8 @@ def test_memory_that_the_system_has_not_got_is_said_to_be_staging(monkeypatch: p
         Arena().lay_out([MIB])
 
 
-def test_empty_places_give_empty_tensors() -> None:
+def test_empty_ranges_give_empty_tensors() -> None:
     arena = Arena()
-    (place,) = arena.lay_out([0])
-    assert tensor_at(arena.memory(place), torch.float32, (0, 4)).shape == (0, 4)
+    (where,) = arena.lay_out([0])
+    assert tensor_at(arena.memory(where), torch.float32, (0, 4)).shape == (0, 4)
     arena.close()

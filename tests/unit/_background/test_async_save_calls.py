@@ -19,7 +19,7 @@ import torch
 
 import hpdcp
 from hpdcp import AsyncSaveResponse, FileSystemWriter, Metadata, StandardSavePlanner
-from hpdcp._background._jobs import WriterSpec
+from hpdcp._background._specs import WriterSpec
 from hpdcp._base import config
 from hpdcp._base.config import BackendSettings, Route
 from hpdcp._base.errors import (

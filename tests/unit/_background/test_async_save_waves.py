@@ -11,7 +11,7 @@ import torch
 
 import hpdcp
 from hpdcp import StandardSavePlanner
-from hpdcp._background import async_save
+from hpdcp._background._background_saves import SAVES
 from hpdcp._base import config
 from hpdcp._base.errors import HpdcpError
 from hpdcp._plan.plan_cache import PLANS
@@ -63,7 +63,7 @@ def test_the_state_of_the_call_is_saved_and_staging_keeps_to_its_budget(tmp_path
         spoil(state)
         response.get_result(SOON)
         check(tmp_path, turn)
-    worker = async_save._trainer._worker
+    worker = SAVES._worker
     assert worker is not None
     # The largest tensor, and what is laid out in units of two MiB.
     assert worker.arena.capacity <= 6 * MIB

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp._background._worker_process import take_environment
+from hpdcp._background._environment import CallEnvironment
 from tests.support.workers import workers_of
 
 
@@ -21,9 +21,8 @@ def test_the_worker_takes_what_changed_and_keeps_what_is_its_own(monkeypatch: py
     monkeypatch.setattr(os, "environ", os.environ.copy())
     before = list(sys.path)
     monkeypatch.setattr(sys, "path", list(before))
-    take_environment(
-        {**kept, "PYTHONPATH": "theirs", "CUDA_VISIBLE_DEVICES": "0,1", "TOKEN": "new"}, ["/added", *sys.path]
-    )
+    variables = {**kept, "PYTHONPATH": "theirs", "CUDA_VISIBLE_DEVICES": "0,1", "TOKEN": "new"}
+    CallEnvironment(b"", variables, ["/added", *sys.path]).apply()
     assert os.environ["TOKEN"] == "new"
     assert "OLD_TOKEN" not in os.environ
     assert os.environ["PYTHONPATH"] == "own"

@@ -17,8 +17,8 @@ import torch
 
 import hpdcp
 from hpdcp import StandardSavePlanner
-from hpdcp._background import async_save
 from hpdcp._background._arena import Arena, tensor_at
+from hpdcp._background._background_saves import SAVES
 from hpdcp._background._staging import build_staged_state_dict
 from hpdcp._base.errors import InvalidArgumentError, StorageError
 from hpdcp._devices import buffers, downloads, streams
@@ -356,8 +356,8 @@ def staged(state: dict[str, torch.Tensor], arena: Arena) -> dict[str, torch.Tens
     plan = planner.build_local_plan()
     copied = build_staged_state_dict(planner, plan, arena)
     return {
-        item.index.fqn: tensor_at(arena.memory(place), state[item.index.fqn].dtype, item.index.sizes)
-        for item, place in zip(copied.plan.items, copied.places, strict=True)
+        item.index.fqn: tensor_at(arena.memory(where), state[item.index.fqn].dtype, item.index.sizes)
+        for item, where in zip(copied.plan.items, copied.ranges, strict=True)
     }
 
 
@@ -411,7 +411,7 @@ def test_an_asynchronous_save_keeps_what_the_device_held_when_it_was_called(tmp_
     tensor.fill_(1)
     response = hpdcp.async_save({"t": tensor, "host": torch.ones(3)}, checkpoint_id=tmp_path / "c")
     tensor.fill_(2)
-    worker = Path(f"/proc/{async_save._trainer.worker()._process.pid}/environ").read_bytes().split(b"\0")
+    worker = Path(f"/proc/{SAVES.worker()._process.pid}/environ").read_bytes().split(b"\0")
     assert {b"ASCEND_RT_VISIBLE_DEVICES=", b"TORCH_DEVICE_BACKEND_AUTOLOAD=0"} <= set(worker)
     response.get_result()
     loaded = {"t": torch.zeros(100_000), "host": torch.zeros(3)}

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpdcp._background._link import Link
+from hpdcp._background._messages import MessageSocket
 
-Pair = tuple[Link, Link]
+Pair = tuple[MessageSocket, MessageSocket]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    both = Link.pair()
+    both = MessageSocket.pair()
     yield both
     for end in both:
         end.close()
@@ -80,7 +80,7 @@ def test_an_end_that_is_gone_is_told_whatever_it_had_sent(pair: Pair, sent: int)
 
 def test_forgetting_ones_copy_leaves_the_link_to_the_other_holder(pair: Pair) -> None:
     ours, theirs = pair
-    copied = Link.inherited(os.dup(ours.fileno()))
+    copied = MessageSocket.inherited(os.dup(ours.fileno()))
     copied.forget()
     ours.send("still there")
     assert theirs.receive().kind == "still there"

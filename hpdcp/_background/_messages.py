@@ -1,4 +1,13 @@
-"""Messages between a trainer and its background worker: JSON facts, bytes, and descriptors; no pickle."""
+"""Messages between a trainer and its background worker: JSON facts, bytes, and descriptors; no pickle.
+
+the worker says    ready               it has started
+the trainer says   job                 one save
+the worker says    stage               in a save by waves: copy the items of this plan
+the trainer says   staged, not_staged  they lie there; or why they could not be copied
+the worker says    released            nothing more is asked for: the trainer may change its state
+the worker says    saved, failed       the end of the save
+the trainer says   stop                no more saves
+"""
 
 from __future__ import annotations
 
@@ -27,7 +36,7 @@ class Message:
     """Open here now; whoever takes the message closes them."""
 
 
-class Link:
+class MessageSocket:
     """One end. Messages may be sent from several threads; one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -35,13 +44,13 @@ class Link:
         self._sending = threading.Lock()
 
     @classmethod
-    def pair(cls) -> tuple[Link, Link]:
-        """Both ends of a new link."""
+    def pair(cls) -> tuple[MessageSocket, MessageSocket]:
+        """Both ends of a new connection."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(ours), cls(theirs)
 
     @classmethod
-    def inherited(cls, descriptor: int) -> Link:
+    def inherited(cls, descriptor: int) -> MessageSocket:
         """The end that another process left open in this one."""
         return cls(socket.socket(fileno=descriptor))
 
@@ -96,5 +105,5 @@ class Link:
         self._socket.close()
 
     def forget(self) -> None:
-        """Close this process's copy only, as a forked child must: the link itself goes on."""
+        """Close this process's copy only, as a forked child must: the connection itself goes on."""
         self._socket.close()

@@ -1,0 +1,140 @@
+"""The worker's planner: answers for the trainer's planner out of the staged copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpdcp._background._arena import Segment, tensor_at
+from hpdcp._background._staging import StagedState
+from hpdcp._base.errors import InvalidArgumentError
+from hpdcp._format.columns import I64, EntryKind
+from hpdcp._format.metadata import Metadata, MetadataIndex
+from hpdcp._plan.planner import PlannerContext, SavePlanner
+from hpdcp._plan.save_plan import SavePlan, WriteItem
+from hpdcp._state.dtypes import dtype_of
+from hpdcp._state.geometry import Box, intersect, relative
+from hpdcp._state.views import view_of_box
+
+Fetch = Callable[[SavePlan], tuple[StagedState, Sequence[Segment]]]
+"""Has the trainer stage these items; where they are afterwards."""
+
+
+class StagedPlanner(SavePlanner):
+    """Plans and gives out a staged state, on behalf of the planner that the trainer has.
+
+    Args:
+        plan: what the trainer holds, or of that what earlier plans have it write and compare.
+        global_planner: makes the global plan, as the trainer's planner would.
+        key: stands for the trainer's planner's `cache_key`.
+        rest: what this rank holds beside that, of the same names, where earlier plans have others write it.
+        fetch: brings what is asked for in waves, of at most `wave_bytes`; None where all of it was staged at once.
+        released: called when nothing more is asked for.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        global_planner: SavePlanner,
+        key: Hashable | None,
+        *,
+        rest: SavePlan | None = None,
+        fetch: Fetch | None = None,
+        wave_bytes: int = 0,
+        released: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._plan = plan
+        self._global_planner = global_planner
+        self._key = key
+        self._rest = rest
+        self.replanned = False
+        """Whether the earlier plans that it was staged by turned out to be good on this rank only."""
+        self._fetch = fetch
+        self._wave_bytes = wave_bytes
+        self._released = released
+        names = zip(plan.entries.fqns, plan.entries.owners.tolist(), strict=True)
+        self._entry = {name: row for row, name in enumerate(names)}
+        self._lengths = {item.index: item.nbytes for item in plan.items if item.kind is EntryKind.OBJECT}
+        self._memory: dict[MetadataIndex, memoryview] = {}
+        self._boxes: dict[tuple[str, int | None], list[MetadataIndex]] = {}
+
+    def hold(self, staged: StagedState, segments: Sequence[Segment]) -> None:
+        """Give out these items from now on, and no others."""
+        ranges = zip(staged.plan.items, staged.ranges, strict=True)
+        self._memory = {item.index: segments[where.segment].memory(where) for item, where in ranges}
+        self._boxes = {}
+        for index in self._memory:
+            self._boxes.setdefault((index.fqn, index.owner), []).append(index)
+        objects = [item.index for item in staged.plan.items if item.kind is EntryKind.OBJECT]
+        self._lengths |= {index: len(self._memory[index]) for index in objects}
+
+    def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
+        self._global_planner.configure_planner({}, context)
+
+    def cache_key(self) -> Hashable | None:
+        return self._key
+
+    def build_local_plan(self) -> SavePlan:
+        if self._rest is not None:
+            # Another rank has no such plan any more.
+            self._key = None
+            self.replanned = True
+        return self._plan
+
+    def left_out(self) -> SavePlan | None:
+        return self._rest
+
+    def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return self._global_planner.build_global_plan(plans)
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        nbytes = plan.nbytes.copy()
+        for row in np.flatnonzero(nbytes < 0).tolist():
+            nbytes[row] = self._lengths[plan.item(row).index]
+        return plan.with_nbytes(nbytes)
+
+    def waves(self, plan: SavePlan) -> Iterable[I64]:
+        if self._fetch is None:
+            yield from super().waves(plan)
+            return
+        for rows in _waves(plan.nbytes, self._wave_bytes):
+            # What was there is given up first, so that the trainer may use its memory again.
+            self._memory, self._boxes = {}, {}
+            self.hold(*self._fetch(plan.select(rows)))
+            yield rows
+
+    def finish_write(self) -> None:
+        self._released()
+
+    def get_tensor(self, item: WriteItem) -> torch.Tensor:
+        index = item.index
+        owner = -1 if index.owner is None else index.owner
+        dtype = dtype_of(self._plan.entries.dtype(self._entry[index.fqn, owner]))
+        memory = self._memory.get(index)
+        if memory is not None:
+            return tensor_at(memory, dtype, index.sizes)
+        wanted = Box(index.offsets, index.sizes)
+        for held in self._boxes.get((index.fqn, index.owner), ()):
+            box = Box(held.offsets, held.sizes)
+            if intersect(wanted, box) == wanted:
+                part = tensor_at(self._memory[held], dtype, held.sizes)
+                return view_of_box(part, relative(wanted, box).offsets, wanted.sizes)
+        raise InvalidArgumentError(f"the plan has an item that was not staged: {index}.")
+
+    def get_bytes(self, item: WriteItem) -> bytes:
+        return bytes(self._memory[item.index])
+
+
+def _waves(nbytes: I64, most: int) -> Iterator[I64]:
+    """Rows in order, in groups that take at most `most` bytes, or one that takes more by itself."""
+    start = total = 0
+    for row, length in enumerate(nbytes.tolist()):
+        if row > start and total + length > most:
+            yield np.arange(start, row, dtype=np.int64)
+            start, total = row, 0
+        total += length
+    if start < len(nbytes):
+        yield np.arange(start, len(nbytes), dtype=np.int64)

@@ -1,0 +1,96 @@
+"""What one call stages: of what a rank holds, the items that it writes or that are compared, at once or in waves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hpdcp._background._arena import Arena
+from hpdcp._background._staging import StagedState, build_staged_state_dict, with_copied_values
+from hpdcp._base.config import Config
+from hpdcp._engine.save import plan_key
+from hpdcp._plan.plan_cache import PLANS, CachedPlan
+from hpdcp._plan.planner import PlannerContext, SavePlanner
+from hpdcp._plan.replicas import SMALL_REPLICA_BYTES
+from hpdcp._plan.save_plan import SavePlan
+from hpdcp._plan.storage import StorageWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """What came of staging."""
+
+    key: Hashable | None = None
+    """Under which the plan is cached."""
+    cached: Sequence[CachedPlan] = ()
+    """What is cached there."""
+    plan: SavePlan | None = None
+    staged: StagedState | None = None
+    """None where the state goes in waves."""
+    rest: SavePlan | None = None
+    """What this rank holds beside `plan`, where earlier plans have others write it."""
+    wave_bytes: int = 0
+    """Most that a wave may take; 0 where all was staged at once."""
+
+
+def stage(
+    state_dict: object,
+    planner: SavePlanner,
+    writer: StorageWriter,
+    context: PlannerContext,
+    arena: Arena,
+    config: Config,
+) -> Staging:
+    """Plan what this rank holds, and copy what is needed of it into `arena`, unless that would go beyond the budget.
+
+    Raises:
+        StateDictError: something cannot be stored so that it comes back exactly; names the key.
+        StorageError: there is no shared memory for it.
+    """
+    planner.configure_planner(with_copied_values(state_dict), context)
+    planner_key = planner.cache_key() if context.collective else None
+    key = None if planner_key is None else plan_key(writer, planner, planner_key)
+    cached = [] if key is None else PLANS.find(key)
+    plan, rest = _needed(cached, config.check_replicas) if cached else (planner.build_local_plan(), None)
+    budget = _staging_budget(config, arena)
+    if int(np.maximum(plan.nbytes, 0).sum()) <= budget:
+        return Staging(key, cached, plan, build_staged_state_dict(planner, plan, arena), rest)
+    # The worker asks for what it needs, so it must know of all there is, and how long each of it is.
+    return Staging(key, cached, planner.build_local_plan() if cached else plan, wave_bytes=budget)
+
+
+def _needed(cached: Sequence[CachedPlan], check_replicas: str) -> tuple[SavePlan, SavePlan]:
+    """Of what this rank holds, what it writes by these plans or is asked to compare with others', and the rest."""
+    local = SavePlan.from_bytes(cached[0].local)
+    parts = [SavePlan.from_part(plan.part, SavePlan.from_bytes(plan.local)) for plan in cached]
+    most = {"off": -1, "small": SMALL_REPLICA_BYTES, "all": None}[check_replicas]
+    needed = rows_needed(local, parts, most)
+    return local.select(needed), local.select(np.setdiff1d(np.arange(len(local)), needed))
+
+
+def rows_needed(local: SavePlan, parts: Sequence[SavePlan], most: int | None) -> npt.NDArray[np.int64]:
+    """Items of `local` of which `parts` write something, or which are compared since they take at most `most` bytes."""
+    if most is None:
+        return np.arange(len(local), dtype=np.int64)
+    wanted = local.nbytes <= most
+    asked = [*parts, *(part.handed() for part in parts if part.hand_over is not None)]
+    names = {(index.fqn, index.owner) for part in asked for index in (item.index for item in part.items)}
+    written = [(index.fqn, index.owner) in names for index in (item.index for item in local.items)]
+    return np.flatnonzero(wanted | np.array(written, dtype=np.bool_))
+
+
+def _staging_budget(settings: Config, arena: Arena) -> int:
+    """Bytes that one rank may stage at a time: as configured, else its share of half the host's memory.
+
+    What staging holds already counts as available. The largest single item fits whatever the budget is.
+    """
+    if settings.async_staging_budget is not None:
+        return max(1, settings.async_staging_budget)
+    with open("/proc/meminfo") as lines:
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, (available // ranks + arena.capacity) // 2)
