@@ -32,8 +32,8 @@ EXAMPLES: Final[Mapping[str, object]] = {
     "allow_pickle": True,
     "check_replicas": "all",
     "async_staging_budget": "64GiB",
-    "mailbox_deadline": 1800,
-    "exit_deadline": 60,
+    "mailbox_timeout": 1800,
+    "exit_timeout": 60,
     "group_timeout": 300,
     "keep_replaced_for": 3600,
     "progress": "auto",
@@ -103,11 +103,13 @@ def _key(name: str, text: str, default: object, example: object) -> Iterator[str
     yield ""
     yield "| | |"
     yield "| --- | --- |"
-    yield f"| Value | {config._KEYS[name].expected} |"
+    yield f"| Value | {config.KEYS[name].expected} |"
     yield f"| Default | `{_toml('auto' if default is None else default)}` |"
     yield f"| File | `{name} = {_toml(example)}` |"
     yield f"| Environment | `HPDCP_{name.upper()}={plain}` |"
     yield f"| Code | `with hpdcp.config.using({name}={_python(example)}):` |"
+    for earlier in (old for old, new in config.RENAMED.items() if new == name):
+        yield f"| Earlier name | `{earlier}`, which goes on working, with a warning |"
     yield ""
 
 

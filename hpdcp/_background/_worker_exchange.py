@@ -51,7 +51,7 @@ def open_exchange(job: SaveJob, writer: StorageWriter, group: WorkerGroup) -> It
             attempt=job.identity.attempt,
             rank=job.rank,
             world_size=job.world_size,
-            timeout=config.current().mailbox_deadline,
+            timeout=config.current().mailbox_timeout,
         )
         try:
             yield exchange
@@ -87,7 +87,7 @@ class WorkerGroup:
         Raises:
             PeerLostError: some did not come in time.
         """
-        timeout = timedelta(seconds=config.current().mailbox_deadline)
+        timeout = timedelta(seconds=config.current().mailbox_timeout)
         try:
             digest = self._agree(job, timeout)
             if digest != self._digest:

@@ -148,7 +148,7 @@ def _save(
     )
     worker.plans |= {plan.plan_id for plan in staging.cached}
     response = AsyncSaveResponse(location)
-    save = SaveInFlight(worker, job, settings.exit_deadline, response, callback, staging.key)
+    save = SaveInFlight(worker, job, settings.exit_timeout, response, callback, staging.key)
     if staging.wave_bytes:
         failure = save.stage_waves(planner)
     thread = threading.Thread(target=save.run, name="hpdcp-async-save", daemon=False)

@@ -51,7 +51,7 @@ SOON = 60.0
 @pytest.fixture(autouse=True)
 def clean_slate() -> Iterator[None]:
     PLANS.clear()
-    with config.using(mailbox_deadline=20.0):
+    with config.using(mailbox_timeout=20.0):
         yield
     assert hpdcp.wait_for_saves(SOON)
     PLANS.clear()
@@ -473,7 +473,7 @@ def test_gloo_without_a_master_is_refused(ranks: Job, folder: Path, monkeypatch:
 
 def test_ranks_that_mean_different_things_are_told(ranks: Job, folder: Path) -> None:
     elsewhere = folder / ("here" if ranks.rank != 3 else "there")
-    with config.using(mailbox_deadline=2.0):
+    with config.using(mailbox_timeout=2.0):
         response = hpdcp.async_save(state_of(ranks), checkpoint_id=elsewhere, use_gloo=True)
     errors = ranks.errors(lambda: response.get_result(SOON))
     assert [type(error) for error in errors] == [PeerLostError] * 4, errors

@@ -59,7 +59,7 @@ if os.environ["HPDCP_TEST_STORE_URL"].startswith("s3://"):
 @pytest.fixture(autouse=True)
 def clean_slate() -> Iterator[None]:
     PLANS.clear()
-    with config.using(mailbox_deadline=SOON / 2):
+    with config.using(mailbox_timeout=SOON / 2):
         yield
     assert hpdcp.wait_for_saves(SOON)
     PLANS.clear()

@@ -33,7 +33,7 @@ def main(folder: Path, mode: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     step = 0
-    with config.using(mailbox_deadline=3.0):
+    with config.using(mailbox_timeout=3.0):
         while True:
             step += 1
             response = hpdcp.async_save(state(rank, world_size, step), checkpoint_id=folder, use_gloo=mode == "gloo")

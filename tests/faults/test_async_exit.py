@@ -147,7 +147,7 @@ def test_a_script_whose_peers_are_gone_ends_after_the_deadline_and_publishes_not
         # One of two ranks; the other never comes.
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
         hpdcp.start_async_worker()
-        with hpdcp.config.using(exit_deadline=1.0):
+        with hpdcp.config.using(exit_timeout=1.0):
             hpdcp.async_save({"w": torch.arange(1000.0)}, checkpoint_id=sys.argv[1])
         print(time.time(), flush=True)
         """,

@@ -59,7 +59,7 @@ def test_an_unknown_argument_of_using_changes_nothing() -> None:
         ("HPDCP_ASYNC_STAGING_BUDGET", "1.5", "a number of bytes"),
         ("HPDCP_GROUP_TIMEOUT", "soon", "seconds, more than zero"),
         ("HPDCP_GROUP_TIMEOUT", "0", "seconds, more than zero"),
-        ("HPDCP_EXIT_DEADLINE", "inf", "finite"),
+        ("HPDCP_EXIT_TIMEOUT", "inf", "finite"),
         ("HPDCP_KEEP_REPLACED_FOR", "-1", "zero or more"),
         ("HPDCP_ROUTES", "s3", "a list of tables"),
         ("HPDCP_BACKENDS", "5", "a table"),
