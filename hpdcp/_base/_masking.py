@@ -7,14 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from hpdcp._base._storage_errors import without_password
+
 _SECRET: Final = re.compile(
     r"secret|token|pass(w|phrase)|credential|sas|connection_?string|authorization|cookie|(^|_)p?key($|_id$)|api_?key"
     r"|account_?key|customer_?key",
     re.IGNORECASE,
 )
-
-_PASSWORD: Final = re.compile(r"(://[^/:@]*:)[^/]*(@)")
-"""In a URL, as `backend.without_password` has it."""
 
 
 def masked(key: str, value: object) -> str:
@@ -30,7 +29,7 @@ def cleaned(key: str, value: object) -> object:
         return [cleaned(key, entry) for entry in value]
     if isinstance(value, (str, bytes)) and _SECRET.search(key):
         return "***"
-    return _PASSWORD.sub(r"\1***\2", value) if isinstance(value, str) else value
+    return without_password(value) if isinstance(value, str) else value
 
 
 def _text(value: object) -> str:

@@ -1,10 +1,13 @@
-"""Threads that work, in an interpreter that may be ending."""
+"""How many threads there may be, and threads that work in an interpreter that may be ending."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
+
+from hpdcp._base.errors import InvalidArgumentError
 
 _Arguments = ParamSpec("_Arguments")
 _Made = TypeVar("_Made")
@@ -32,3 +35,11 @@ class Threads(ThreadPoolExecutor):
         except BaseException as error:  # noqa: BLE001  # for whoever asks for the result
             done.set_exception(error)
         return done
+
+
+def spare_cores() -> int:
+    """Cores this process may keep busy: those it may run on, shared with the ranks torchrun started beside it."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise InvalidArgumentError(f"LOCAL_WORLD_SIZE is {text!r}; expected the number of ranks on this host.")
+    return max(1, len(os.sched_getaffinity(0)) // int(text))
