@@ -8,7 +8,7 @@
     .metadata                      what hpdcp reads: where each chunk is, and its checksums
 
 Chunks are the ranks' own boxes where these make a regular grid of chunks that are not too small. Elsewhere a chunk is
-written by one of the ranks that hold parts of it, and the others hand theirs over through the storage first.
+written by one of the ranks that hold parts of it, and the others first send theirs through the storage.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ZarrLayout(Layout):
     """
 
     name: ClassVar[str] = "zarr"
-    hands_over: ClassVar[bool] = True
+    redistributes: ClassVar[bool] = True
     needs_all_ranks: ClassVar[bool] = True
 
     def __init__(self, *, compressor: str = "none", level: int = 3, shuffle: bool = True) -> None:
@@ -98,31 +98,31 @@ class ZarrLayout(Layout):
                 found.update(path.partition("/")[0] for _, path in paths_of(table))
         return frozenset(found)
 
-    def hand_over(self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming) -> None:
-        handed = plan.handed()
-        if not len(handed):
+    def redistribute(self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming) -> None:
+        sent = plan.sent_plan()
+        if not len(sent):
             return
 
         def pieces() -> Iterator[memoryview]:
             done = 0
-            for rows in planner.waves(handed):
+            for rows in planner.waves(sent):
                 if rows.tolist() != list(range(done, done + len(rows))):
                     raise InvalidArgumentError(
-                        f"{type(planner).__name__}.waves gives rows out of order; what is handed over has one order."
+                        f"{type(planner).__name__}.waves gives rows out of order; what is sent has one order."
                     )
                 done += len(rows)
                 # A wave's memory is used again by the next, while the backend may not have written it yet.
-                at_once = len(rows) == len(handed)
-                items = handed.select(rows).items
+                at_once = len(rows) == len(sent)
+                items = sent.select(rows).items
                 planner.expect(items)
                 for item in items:
                     for part in planner.get_parts(item):
                         for piece in byte_pieces(part):
                             yield piece if at_once else memoryview(bytes(piece))
 
-        key = _handed_key(naming.rank, naming.attempt)
+        key = _sent_key(naming.rank, naming.attempt)
         self._written.append(key)
-        backend.write(key, pieces(), size=int(handed.nbytes.sum()), exclusive=backend.conditional_create)
+        backend.write(key, pieces(), size=int(sent.nbytes.sum()), exclusive=backend.conditional_create)
 
     def write(self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming) -> WriteResults:
         kinds = plan.entries.kinds[plan.chunks.entry]
@@ -139,7 +139,7 @@ class ZarrLayout(Layout):
         self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming
     ) -> WriteResults:
         nodes = dict(paths_of(plan.entries))
-        compression = Compression.of(plan.storage_data)
+        compression = Compression.of(self.settings)
         writer = ChunkWriter(backend, self._written.append)
         try:
             chunks = [_chunk(plan, nodes, row, compression) for row in range(len(plan))]
@@ -148,7 +148,7 @@ class ZarrLayout(Layout):
                     self._describe(
                         writer, plan.entries, int(plan.chunks.entry[row]), nodes, chunks[row].steps, compression
                     )
-            together = set(plan.put_together().tolist())
+            together = set(plan.received_rows().tolist())
             for batch in batches(sorted(together), lambda row: chunks[row].nbytes, _BATCH_BYTES):
                 for row, tensor in self._put_together(backend, plan, batch, chunks, naming):
                     writer.write(row, chunks[row], [tensor])
@@ -186,19 +186,19 @@ class ZarrLayout(Layout):
     def _put_together(
         self, backend: Backend, plan: SavePlan, rows: Sequence[int], chunks: Sequence[Chunk], naming: FileNaming
     ) -> list[tuple[int, torch.Tensor]]:
-        """Chunks made of what ranks have handed over."""
-        hand_over = plan.hand_over
-        assert hand_over is not None
+        """Chunks made of what ranks have sent."""
+        redistribution = plan.redistribution
+        assert redistribution is not None
         memory = {row: device.empty_on_host(chunks[row].sizes, chunks[row].dtype) for row in rows}
         reads: list[BoxRead] = []
-        for number in np.flatnonzero(np.isin(hand_over.item, rows)).tolist():
-            row = int(hand_over.item[number])
-            box = Box(*hand_over.taken.box(number))
+        for number in np.flatnonzero(np.isin(redistribution.item, rows)).tolist():
+            row = int(redistribution.item[number])
+            box = Box(*redistribution.received.box(number))
             inside = relative(box, Box(*plan.chunks.box(row)))
             target = view_of_box(memory[row], inside.offsets, inside.sizes)
-            key = _handed_key(int(hand_over.source[number]), naming.attempt)
+            key = _sent_key(int(redistribution.sender[number]), naming.attempt)
             dtype = chunks[row].dtype
-            info = StorageInfo(key, int(hand_over.offset[number]), box.volume * dtype.itemsize, ())
+            info = StorageInfo(key, int(redistribution.offset[number]), box.volume * dtype.itemsize, ())
             fqn = plan.entries.fqns[int(plan.chunks.entry[row])]
             reads.append(BoxRead(fqn, info, dtype, box.sizes, Box.whole(box.sizes), target))
         read_boxes(backend, reads, None)
@@ -229,7 +229,7 @@ class ZarrLayout(Layout):
         except BaseException:
             writer.abandon()
             raise
-        handed = _handed_key(0, attempt).partition(".")[2]
+        handed = _sent_key(0, attempt).partition(".")[2]
         backend.delete([info.key for info in backend.list_keys() if info.key.endswith(f".{handed}")])
         return writer.documents
 
@@ -256,7 +256,7 @@ class ZarrLayout(Layout):
             planner.apply_tensor(item, read.target)
 
 
-def _handed_key(rank: int, attempt: str) -> str:
+def _sent_key(rank: int, attempt: str) -> str:
     """Where a rank puts what others write; the name bears the attempt, as all files do that a killed save may leave."""
     return FileNaming(rank, attempt, plain=False).names(".handed")[0][0]
 

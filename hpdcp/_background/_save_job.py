@@ -15,7 +15,7 @@ from hpdcp._background._messages import Message
 from hpdcp._background._specs import PlannerSpec, WriterSpec
 from hpdcp._background._staging import StagedState
 from hpdcp._comm.exchange import Failed
-from hpdcp._files.folder_save import SaveIdentity
+from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._plan.plan_cache import CachedPlan
 from hpdcp._plan.save_plan import SavePlan

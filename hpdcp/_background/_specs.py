@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp._files.folder_save import SaveIdentity
+from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._files.writer import FileSystemWriter
 from hpdcp._plan.planner import SavePlanner
 from hpdcp._plan.standard_planner import StandardSavePlanner

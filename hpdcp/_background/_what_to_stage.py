@@ -77,7 +77,7 @@ def rows_needed(local: SavePlan, parts: Sequence[SavePlan], most: int | None) ->
     if most is None:
         return np.arange(len(local), dtype=np.int64)
     wanted = local.nbytes <= most
-    asked = [*parts, *(part.handed() for part in parts if part.hand_over is not None)]
+    asked = [*parts, *(part.sent_plan() for part in parts if part.redistribution is not None)]
     names = {(index.fqn, index.owner) for part in asked for index in (item.index for item in part.items)}
     written = [(index.fqn, index.owner) in names for index in (item.index for item in local.items)]
     return np.flatnonzero(wanted | np.array(written, dtype=np.bool_))

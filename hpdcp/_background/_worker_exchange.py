@@ -44,7 +44,7 @@ def open_exchange(job: SaveJob, writer: StorageWriter, group: WorkerGroup) -> It
             group.abandon()
             raise
     elif job.coordination is Coordination.STORAGE:
-        backend = writer.open_place()
+        backend = writer.open_location()
         backend.prepare()
         exchange = mailbox.Mailbox(
             backend,
@@ -68,7 +68,7 @@ def report_dead_worker(job: SaveJob) -> None:
         HpdcpError, RuntimeError: neither storage nor store can be reached.
     """
     if job.coordination is Coordination.STORAGE:
-        mailbox.report_dead_worker(job.writer.open(job.identity).open_place(), job.identity.attempt, job.rank)
+        mailbox.report_dead_worker(job.writer.open(job.identity).open_location(), job.identity.attempt, job.rank)
     elif job.coordination is Coordination.GLOO:
         store = _open_store(job, timedelta(seconds=_REPORT_SECONDS))
         PrefixStore(_meeting_key(job.identity.attempt), store).set(_DEAD, str(job.rank))

@@ -27,7 +27,7 @@ from hpdcp._base import config
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 from hpdcp._base.timing import timed
 from hpdcp._comm.identity import attempt_id, rank_and_world_size, run_id
-from hpdcp._files.folder_save import SaveIdentity, next_ordinal
+from hpdcp._files.save_identity import SaveIdentity, next_ordinal
 from hpdcp._files.writer import open_writer
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.standard_planner import StandardSavePlanner
@@ -110,7 +110,7 @@ def _save(
 ) -> AsyncSaveResponse:
     rank, world_size = ranks
     location = _location_of(writer)
-    if use_collectives and not use_gloo and writer.place is None:
+    if use_collectives and not use_gloo and writer.location is None:
         raise InvalidArgumentError(
             "async_save exchanges plans through the storage, which needs a checkpoint_id or a writer that has a "
             f"location; {type(writer).__qualname__} has none. Pass checkpoint_id=, or use_gloo=True."
@@ -166,9 +166,9 @@ def _location_of(writer: StorageWriter) -> str:
     Raises:
         NotSupportedError: the worker would save to storage that only its own process sees.
     """
-    if writer.place is None:
+    if writer.location is None:
         return type(writer).__qualname__
-    with writer.open_place() as backend:
+    with writer.open_location() as backend:
         if backend.process_local:
             raise NotSupportedError(
                 f"async_save to {backend.url}: its background worker is another process, and what it stores there only "

@@ -178,10 +178,10 @@ def _replanned(planner: SavePlanner | None) -> bool:
 
 def published_by(job: SaveJob, writer: StorageWriter) -> Metadata | None:
     """What the coordinator published of this very save, where only its last message has not come through."""
-    if writer.place is None or job.coordination is Coordination.NONE:
+    if writer.location is None or job.coordination is Coordination.NONE:
         return None
-    data = read_or_none(writer.open_place(), METADATA)
-    found = None if data is None else Metadata.from_bytes(data, where=f"{writer.place}/{METADATA}")
+    data = read_or_none(writer.open_location(), METADATA)
+    found = None if data is None else Metadata.from_bytes(data, where=f"{writer.location}/{METADATA}")
     return found if found is not None and found.settings.get("attempt") == job.identity.attempt else None
 
 

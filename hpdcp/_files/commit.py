@@ -166,6 +166,28 @@ class Attempt:
             log_message(logging.WARNING, f"{self.backend.url}: old files could not be removed: {error}")
 
     @property
+    def plain(self) -> bool:
+        """Whether data files may take plain names."""
+        return self.claim.plain
+
+    def facts(self, metadata: Metadata) -> Mapping[str, str]:
+        """What the published metadata says of this save."""
+        facts = {"attempt": self.claim.attempt}
+        if "world_size" in metadata.settings:
+            # A planner that writes another save's state again says how many ranks that one had.
+            facts["world_size"] = metadata.settings["world_size"]
+        return facts
+
+    def check_fixed_names(self) -> None:
+        """Before files with fixed names are added for the whole: they may be another attempt's by now.
+
+        Raises:
+            SupersededError: another attempt claimed the folder since `begin`.
+        """
+        if self.claim.made and not self.is_current:
+            raise self.superseded("another attempt claimed it")
+
+    @property
     def is_current(self) -> bool:
         """Whether no other attempt has claimed the folder since."""
         return claimed_attempt(self.backend) == self.claim.attempt

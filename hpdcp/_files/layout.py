@@ -49,21 +49,21 @@ class Layout(ABC):
 
     A layout whose files are one rank's each, under names of `FileNaming`, implements `write`, `written`, `check` and
     `read`, and leaves the rest as it is. One that makes files of what several ranks hold decides on the coordinator
-    (`arrange`), may have ranks hand over parts to one another (`hand_over`), and may add files that describe the whole
+    (`arrange`), may have ranks send parts to one another (`redistribute`), and may add files that describe the whole
     (`finish`). One object serves one save or one load.
     """
 
     name: ClassVar[str]
 
     settings: Mapping[str, str] = {}
-    """Facts that reading needs. The coordinator's go to all ranks with `SavePlan.storage_data`, and into the metadata's
-    settings; names begin with the layout's."""
+    """Facts that reading needs, which go into the metadata's settings; names begin with the layout's. All ranks write
+    by the coordinator's (`adopt`)."""
 
     plain_extents: ClassVar[bool] = False
     """Whether what is stored of a chunk is its elements and nothing else, in row-major order."""
 
-    hands_over: ClassVar[bool] = False
-    """Whether `hand_over` is called, on all ranks, before `write`."""
+    redistributes: ClassVar[bool] = False
+    """Whether `redistribute` is called, on all ranks, before `write`."""
 
     needs_all_ranks: ClassVar[bool] = False
     """Whether ranks that save each for itself, without a plan of all, cannot use it."""
@@ -111,7 +111,7 @@ class Layout(ABC):
         """The same state in the boxes that this layout stores, and the metadata of these; on the coordinator.
 
         `locals_` are the local plans that all ranks' `plans` were made of. Where a rank is to write a box that it holds
-        in part, the plans of those that hold it say so in their `hand_over`.
+        in part, the plans of those that hold it say so in their `redistribution`.
         """
         return plans, metadata
 
@@ -123,12 +123,16 @@ class Layout(ABC):
         """
         return frozenset()
 
-    def hand_over(self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming) -> None:
-        """Store what `plan.hand_over` gives, where the ranks that take it find it."""
-        raise NotImplementedError(f"{type(self).__name__} says that ranks hand over, and does not say how.")
+    def adopt(self, settings: Mapping[str, str]) -> None:
+        """Write by `settings`, the coordinator's, in place of one's own; every rank, before anything is stored."""
+        self.settings = settings
+
+    def redistribute(self, backend: Backend, plan: SavePlan, planner: SavePlanner, naming: FileNaming) -> None:
+        """Store what `plan.redistribution` sends, where the ranks that receive it find it."""
+        raise NotImplementedError(f"{type(self).__name__} says that ranks redistribute, and does not say how.")
 
     def finish(self, backend: Backend, metadata: Metadata, attempt: str) -> Sequence[FileRecord]:
-        """On the coordinator, once all is written: add what describes the whole, and remove what was handed over.
+        """On the coordinator, once all is written: add what describes the whole, and remove what was redistributed.
 
         Returns the files added, which hold no chunks.
         """

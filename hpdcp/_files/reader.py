@@ -22,7 +22,6 @@ from hpdcp._base.errors import (
 )
 from hpdcp._base.timing import log_message
 from hpdcp._files import registry
-from hpdcp._files._agreement import check_one_location
 from hpdcp._files.commit import read_or_none
 from hpdcp._files.huggingface_folder import choose_file, read_weights
 from hpdcp._files.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
@@ -30,6 +29,7 @@ from hpdcp._files.layout import Layout, Verify
 from hpdcp._files.read_engine import for_each_file
 from hpdcp._format.file_names import LEASE, METADATA, is_data_key, rank_metadata_key, rank_of_metadata_key
 from hpdcp._format.metadata import Metadata
+from hpdcp._plan.agreement import check_agreement
 from hpdcp._plan.load_plan import LoadPlan
 from hpdcp._plan.planner import LoadPlanner, PlannerContext
 from hpdcp._plan.replicas import merge_rank_metadata
@@ -159,7 +159,7 @@ class FileSystemReader(StorageReader):
         return plan.with_storage_data({"url": self.backend.url})
 
     def optimize_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
-        check_one_location([plan.storage_data for plan in plans], self.backend.url)
+        check_agreement([{"location": plan.storage_data["url"]} for plan in plans])
         return list(plans)
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:

@@ -1,6 +1,6 @@
 """Who writes and who reads what: the contracts of planners, writers and readers, and the plans between them.
 
 In come every rank's boxes and names, out come every rank's plan and the metadata of the whole checkpoint.
-Face: `planner`, `storage` (contracts), `save_plan`, `load_plan`, `write_results`, `whole_plan`, `replicas`,
-`plan_cache`, `stored_index`, `standard_planner`.
+Face: `planner`, `storage` (contracts), `agreement`, `save_plan`, `load_plan`, `write_results`, `whole_plan`,
+`replicas`, `plan_cache`, `stored_index`, `standard_planner`.
 """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import numpy as np
 
@@ -35,89 +36,86 @@ class WriteItem:
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
-    """What a rank gives to others before anything is written, and takes from them.
+class Redistribution:
+    """What a rank sends to others before anything is written, and receives from them.
 
     For layouts that store boxes which no rank holds all of: each rank puts its part of such boxes into a file, and once
-    all have done so, the rank that writes a box takes its parts from these files.
+    all have done so, the rank that writes a box reads the parts of it from these files.
     """
 
-    given: ChunkTable
+    sent: ChunkTable
     """Boxes of what this rank holds, one after another in its file."""
-    taken: ChunkTable
+    received: ChunkTable
     """Parts of items of the plan; those of one item together are all of it."""
     item: I64
-    """For each of `taken`, the row of the plan it is a part of."""
-    source: I64
-    """For each of `taken`, the rank whose file it is in."""
+    """For each of `received`, the row of the plan it is a part of."""
+    sender: I64
+    """For each of `received`, the rank whose file it is in."""
     offset: I64
-    """For each of `taken`, its first byte there."""
+    """For each of `received`, its first byte there."""
 
-    def of_items(self, rows: I64) -> HandOver:
-        """What the items in these rows take, as rows of the plan that has only them; nothing is given."""
+    def of_items(self, rows: I64) -> Redistribution:
+        """What the items in these rows receive, as rows of the plan that has only them; nothing is sent."""
         position = np.full(int(max(self.item.max(initial=-1), rows.max(initial=-1))) + 1, -1, dtype=np.int64)
         position[rows] = np.arange(len(rows))
         kept = np.flatnonzero(position[self.item] >= 0)
-        return HandOver(
-            self.given.rows(0, 0),
-            self.taken.take(kept),
+        return Redistribution(
+            self.sent.rows(0, 0),
+            self.received.take(kept),
             position[self.item[kept]],
-            self.source[kept],
+            self.sender[kept],
             self.offset[kept],
         )
 
     def to_columns(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
         """Named arrays, from which `from_columns` makes it again."""
         return {
-            **self.given.to_columns("given."),
-            **self.taken.to_columns("taken."),
-            "taken.item": self.item,
-            "taken.source": self.source,
-            "taken.at": self.offset,
+            **self.sent.to_columns("sent."),
+            **self.received.to_columns("received."),
+            "received.item": self.item,
+            "received.sender": self.sender,
+            "received.at": self.offset,
         }
 
     @classmethod
-    def from_columns(cls, columns: Columns) -> HandOver:
+    def from_columns(cls, columns: Columns) -> Redistribution:
         return cls(
-            ChunkTable.from_columns(columns, "given."),
-            ChunkTable.from_columns(columns, "taken."),
-            column(columns, "taken.item", np.int64),
-            column(columns, "taken.source", np.int64),
-            column(columns, "taken.at", np.int64),
+            ChunkTable.from_columns(columns, "sent."),
+            ChunkTable.from_columns(columns, "received."),
+            column(columns, "received.item", np.int64),
+            column(columns, "received.sender", np.int64),
+            column(columns, "received.at", np.int64),
         )
 
 
+_revisions: Final = itertools.count(1)
+
+
+@dataclass(frozen=True, eq=False)
 class SavePlan:
-    """What one rank has on record and what it writes. Immutable; held as columns.
+    """What one rank has on record and what it writes; held as columns.
 
     `entries` may hold names without items: a tensor whose shard on this rank is empty is recorded all the same.
     """
 
-    def __init__(
-        self,
-        entries: EntryTable,
-        chunks: ChunkTable,
-        nbytes: I64,
-        storage_data: Mapping[str, str] | None = None,
-        *,
-        split: ChunkTable | None = None,
-        hand_over: HandOver | None = None,
-        notes: Columns | None = None,
-    ) -> None:
-        self.entries = entries
-        self.chunks = chunks
-        """The items' boxes; `chunks.entry` is a row of `entries`."""
-        self.nbytes = nbytes
-        """What each item takes; -1 for an object of a cached plan, whose length is not known before it is encoded."""
-        self.storage_data: Mapping[str, str] = storage_data or {}
-        """What the coordinator's storage writer tells this rank's; planners pass it on untouched."""
-        self.split = split
-        """The parts of this rank's boxes that several ranks write a part each of, whoever writes them."""
-        self.hand_over = hand_over
-        """What passes between ranks first, where the layout has a rank write boxes that several hold parts of."""
-        self.notes: Columns = notes or {}
-        """Columns of numbers in which the coordinator's layout tells this rank's more about the entries."""
-        self._origin: tuple[SavePlan, I64] | None = None
+    entries: EntryTable
+    chunks: ChunkTable
+    """The items' boxes; `chunks.entry` is a row of `entries`."""
+    nbytes: I64
+    """What each item takes; -1 for an object of a cached plan, whose length is not known before it is encoded."""
+    storage_data: Mapping[str, str] = field(default_factory=dict)
+    """What a storage writer adds in its `optimize_` steps, for ranks that write this; planners pass it on untouched."""
+    _: KW_ONLY
+    split: ChunkTable | None = None
+    """The parts of this rank's boxes that several ranks write a part each of, whoever writes them."""
+    redistribution: Redistribution | None = None
+    """What passes between ranks first, where the layout has a rank write boxes that several hold parts of."""
+    notes: Columns = field(default_factory=dict)
+    """Columns of numbers in which the coordinator's layout tells this rank's more about the entries."""
+    revision: int = field(default_factory=lambda: next(_revisions))
+    """Of the items and their entries: a copy that differs in `storage_data` alone has the same, all others another."""
+    selected: tuple[int, I64] | None = None
+    """The revision of the plan that the items were selected from, and which of its rows they are."""
 
     @classmethod
     def build(cls, entries: Sequence[Entry], items: Sequence[WriteItem]) -> SavePlan:
@@ -156,50 +154,46 @@ class SavePlan:
 
     def select(self, rows: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> SavePlan:
         """The same names, these items only."""
-        passed = None if self.hand_over is None else self.hand_over.of_items(np.asarray(rows, dtype=np.int64))
-        selected = SavePlan(
+        chosen: I64 = np.asarray(rows, dtype=np.int64)
+        passed = None if self.redistribution is None else self.redistribution.of_items(chosen)
+        return SavePlan(
             self.entries,
-            self.chunks.take(rows),
-            self.nbytes[rows],
+            self.chunks.take(chosen),
+            self.nbytes[chosen],
             self.storage_data,
-            hand_over=passed,
+            redistribution=passed,
             notes=self.notes,
+            selected=(self.revision, chosen),
         )
-        selected._origin = (self, np.asarray(rows, dtype=np.int64))
-        return selected
 
     def with_storage_data(self, storage_data: Mapping[str, str]) -> SavePlan:
         """The same plan, carrying `storage_data`."""
-        return self._changed(self.nbytes, storage_data)
+        return replace(self, storage_data=storage_data)
 
     def with_nbytes(self, nbytes: I64) -> SavePlan:
         """The same items, of these lengths."""
-        return self._changed(nbytes, self.storage_data)
+        return replace(self, nbytes=nbytes, revision=next(_revisions))
 
     def without_object_lengths(self) -> SavePlan:
         """The plan as it is cached: an object may be encoded to another length by the next save."""
         objects = self.entries.kinds[self.chunks.entry] == EntryKind.OBJECT
         return self.with_nbytes(np.where(objects, np.int64(-1), self.nbytes))
 
-    def put_together(self) -> I64:
-        """Rows of the items that are made of what ranks hand over, and that the planner is not asked for."""
-        return np.zeros(0, dtype=np.int64) if self.hand_over is None else np.unique(self.hand_over.item)
+    def received_rows(self) -> I64:
+        """Rows of the items that are made of what ranks send one another, and that the planner is not asked for."""
+        return np.zeros(0, dtype=np.int64) if self.redistribution is None else np.unique(self.redistribution.item)
 
-    def handed(self) -> SavePlan:
-        """What this rank hands over, as a plan of its own."""
-        assert self.hand_over is not None
-        given = self.hand_over.given
+    def sent_plan(self) -> SavePlan:
+        """What this rank sends to others, as a plan of its own."""
+        assert self.redistribution is not None
+        sent = self.redistribution.sent
         itemsize = np.array([itemsize_of(name) for name in self.entries.dtype_names], dtype=np.int64)
-        nbytes = given.volumes() * itemsize[self.entries.dtype_codes[given.entry]]
-        return SavePlan(self.entries, given, nbytes, self.storage_data)
-
-    def has_items_of(self, other: SavePlan) -> bool:
-        """Whether this is `other` with other `storage_data` at most."""
-        return self.entries is other.entries and self.chunks is other.chunks and self.nbytes is other.nbytes
+        nbytes = sent.volumes() * itemsize[self.entries.dtype_codes[sent.entry]]
+        return SavePlan(self.entries, sent, nbytes, self.storage_data)
 
     def rows_in(self, plan: SavePlan) -> I64 | None:
         """Which items of `plan` these are, where they were selected from it; else None."""
-        return self._origin[1] if self._origin is not None and self._origin[0] is plan else None
+        return self.selected[1] if self.selected is not None and self.selected[0] == plan.revision else None
 
     def to_bytes(self) -> bytes:
         """For the exchange between ranks: columns, no pickle."""
@@ -212,6 +206,8 @@ class SavePlan:
 
     def to_part(self, local: SavePlan) -> bytes:
         """As `to_bytes`, for the rank that has `local`: without what it can take from there."""
+        if self.revision == local.revision:
+            return pack_columns({}, self.storage_data)
         rows = self.rows_in(local)
         if rows is not None:
             return pack_columns({"part.rows": rows}, self.storage_data)
@@ -223,6 +219,8 @@ class SavePlan:
     def from_part(cls, data: bytes | memoryview, local: SavePlan) -> SavePlan:
         """What `to_part` wrote for the rank that has `local`."""
         columns, storage_data = unpack_columns(data, where="a rank's part of a save plan")
+        if not columns:
+            return local.with_storage_data(storage_data)
         if "part.rows" in columns:
             return local.select(column(columns, "part.rows", np.int64)).with_storage_data(storage_data)
         entries = EntryTable.from_columns(columns) if "entry.kind" in columns else local.entries
@@ -230,7 +228,7 @@ class SavePlan:
 
     def _item_columns(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
         split = {} if self.split is None else self.split.to_columns("split.")
-        passed = {} if self.hand_over is None else self.hand_over.to_columns()
+        passed = {} if self.redistribution is None else self.redistribution.to_columns()
         notes = {f"note.{name}": values for name, values in self.notes.items()}
         return {**self.chunks.to_columns(), "item.nbytes": self.nbytes, **split, **passed, **notes}
 
@@ -242,22 +240,9 @@ class SavePlan:
             column(columns, "item.nbytes", np.int64),
             storage_data,
             split=ChunkTable.from_columns(columns, "split.") if "split.entry" in columns else None,
-            hand_over=HandOver.from_columns(columns) if "given.entry" in columns else None,
+            redistribution=Redistribution.from_columns(columns) if "sent.entry" in columns else None,
             notes={name.removeprefix("note."): values for name, values in columns.items() if name.startswith("note.")},
         )
-
-    def _changed(self, nbytes: I64, storage_data: Mapping[str, str]) -> SavePlan:
-        changed = SavePlan(
-            self.entries,
-            self.chunks,
-            nbytes,
-            storage_data,
-            split=self.split,
-            hand_over=self.hand_over,
-            notes=self.notes,
-        )
-        changed._origin = self._origin
-        return changed
 
     @cached_property
     def _fqns(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpdcp._base import config
@@ -21,45 +21,59 @@ class StorageWriter(ABC):
 
     1. `initialize_writer`     every rank, only when `save` was given a `checkpoint_id` as well
     2. `configure_writer`      every rank
-    3. `optimize_local_plan`   every rank; nothing may be changed on storage yet
-    4. `arrange_global_plan`   the coordinator, over all ranks' final plans (without collectives: every rank, its own);
+    3. `agreement`             every rank; what they return is compared
+    4. `optimize_local_plan`   every rank; nothing may be changed on storage yet
+    5. `arrange_global_plan`   the coordinator, over all ranks' final plans (without collectives: every rank, its own);
                                skipped where an earlier plan is used again
-    5. `optimize_global_plan`  the coordinator, likewise
-    6. `hand_over`             every rank, only where `hands_over`; ends on all ranks before 7 begins on any
-    7. `execute_write`         every rank, once or more; its data is durable when it returns
-    8. `finalize_checkpoint`   the coordinator, once every rank has written everything: the commit
-    9. `discard`               instead of 8 every rank, when some rank failed: remove what this rank wrote
+    6. `optimize_global_plan`  the coordinator, likewise; still nothing may be changed
+    7. `begin`                 the coordinator, likewise: from here on storage is changed
+    8. `join`                  every rank, with what `begin` returned
+    9. `redistribute`          every rank, only where `redistributes`; ends on all ranks before 10 begins on any
+    10. `execute_write`        every rank, once or more; its data is durable when it returns
+    11. `finalize_checkpoint`  the coordinator, once every rank has written everything: the commit
+    12. `discard`              instead of 11 every rank, when some rank failed: remove what this rank wrote
 
     An exception in any step on any rank makes every rank raise, and nothing is published.
     """
 
     def initialize_writer(self, checkpoint_id: str | Path) -> None:
-        """Take the place to save to."""
+        """Take the location to save to."""
         raise NotSupportedError(
             f"{type(self).__name__} takes no checkpoint_id; leave it out, or implement initialize_writer."
         )
 
     @property
+    def location(self) -> str | None:
+        """Where it saves to, as messages name it; None when that is nothing that a backend can open."""
+        return self.place
+
+    @property
     def place(self) -> str | None:
-        """Where it saves to, as messages name it; None when that is not a place that a backend can open."""
+        """The earlier name of `location`, which a writer may still implement in its stead."""
         return None
 
+    def open_location(self) -> Backend:
+        """A backend at `location`, for what ranks tell one another through storage."""
+        return self.open_place()
+
     def open_place(self) -> Backend:
-        """A backend at `place`, for what ranks tell one another through storage."""
-        raise NotSupportedError(f"{type(self).__name__} saves to no place that a backend can open.")
+        """The earlier name of `open_location`, which a writer may still implement in its stead."""
+        raise NotSupportedError(f"{type(self).__name__} saves to no location that a backend can open.")
 
     @abstractmethod
     def configure_writer(self, context: PlannerContext) -> None:
         """Start a new save."""
 
+    def agreement(self) -> Mapping[str, str]:
+        """What all ranks must have been given alike, under the name that an error calls it by.
+
+        A save in which ranks differ fails before anything is planned.
+        """
+        return {}
+
     def optimize_local_plan(self, plan: SavePlan) -> SavePlan:
         """A plan of the same items, better suited to this storage."""
         return plan
-
-    @property
-    def hands_over(self) -> bool:
-        """Once configured: whether `hand_over` is to be called. Equal on all ranks."""
-        return False
 
     def arrange_global_plan(
         self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
@@ -70,13 +84,33 @@ class StorageWriter(ABC):
         """
         return plans, metadata
 
-    def hand_over(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Store, where other ranks find it, what the plan's `hand_over` gives them."""
+    def optimize_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """The same items in plans better suited to this storage.
+
+        They may carry `storage_data` for the ranks that write them. Where that is all that changes, and it is alike
+        for all ranks, the plans are kept for the next save of the same state.
+        """
+        return list(plans)
+
+    def begin(self, metadata: Metadata) -> bytes:
+        """Take the location for this save, and clear what crashed saves left there; what every rank's `join` is given.
+
+        `metadata` is of what will be stored, its storage still empty.
+        """
+        return b""
+
+    def join(self, begun: bytes) -> None:
+        """Take part in the save that the coordinator has begun; `begun` is what its `begin` returned."""
         return
 
-    def optimize_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        """The same plans, carrying in `storage_data` what the coordinator decided for all."""
-        return list(plans)
+    @property
+    def redistributes(self) -> bool:
+        """Once configured: whether `redistribute` is to be called. Equal on all ranks."""
+        return False
+
+    def redistribute(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Store, where other ranks find it, what the plan's `redistribution` sends them."""
+        return
 
     @abstractmethod
     def execute_write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:

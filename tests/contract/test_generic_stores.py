@@ -19,11 +19,11 @@ import hpdcp
 from hpdcp._base import config
 from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import InvalidArgumentError, KeyNotFoundError, NotSupportedError, StorageError
-from hpdcp._files.folder_save import forget_ordinals
 from hpdcp._plan.planner import PlannerContext
 from hpdcp.testing.backend_contract import put
 from hpdcp_backends.generic import GenericBackend
 from tests.support.proxy import Answer, CutAnswer, CutRequest, Rule, proxied
+from tests.support.runs import begin_run
 from tests.support.s3 import S3Server
 
 MIB = 1 << 20
@@ -185,7 +185,7 @@ def test_a_load_of_several_ranks_from_memory_is_refused(memory: str) -> None:
 def test_saves_without_collectives_are_counted_alike_in_the_call_and_in_the_background(
     tmp_path: Path, backend: str
 ) -> None:
-    forget_ordinals()
+    begin_run()
     url = f"file://localhost{tmp_path}//run/"
     with config.using(backend=backend):
         first = hpdcp.save({"step": 1}, checkpoint_id=url, use_collectives=False)

@@ -1,4 +1,4 @@
-"""The ranks' plans cut along each tensor's grid of chunks, and who hands what to whom."""
+"""The ranks' plans cut along each tensor's grid of chunks, and which rank sends what to which."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpdcp._format.columns import (
     take_runs,
 )
 from hpdcp._format.metadata import Metadata
-from hpdcp._plan.save_plan import HandOver, SavePlan
+from hpdcp._plan.save_plan import Redistribution, SavePlan
 from hpdcp._plan.whole_plan import entry_rows
 from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.geometry import Box
@@ -52,10 +52,10 @@ class _Part:
 
     items: list[tuple[int, Box, int]] = field(default_factory=list)
     """(entry, box, bytes)."""
-    given: list[tuple[int, Box]] = field(default_factory=list)
-    given_bytes: int = 0
-    taken: list[tuple[int, int, Box, int, int]] = field(default_factory=list)
-    """(item, entry, box, source, offset)."""
+    sent: list[tuple[int, Box]] = field(default_factory=list)
+    sent_bytes: int = 0
+    received: list[tuple[int, int, Box, int, int]] = field(default_factory=list)
+    """(item, entry, box, sender, offset)."""
     load: int = 0
 
 
@@ -74,7 +74,7 @@ def arrange(
     """The plans with the chunks of each tensor's grid as items, and the metadata of these.
 
     A chunk goes to the rank that holds all of it. One that several hold parts of goes to one of them that holds much of
-    it, the one with the least to write so far, and the others hand their parts over.
+    it, the one with the least to write so far, and the others send it their parts.
 
     Raises:
         StateDictError: a tensor's name is the beginning of another's, as that of a group of a hierarchy is.
@@ -162,10 +162,10 @@ def _assign(parts: Sequence[_Part], entry: int, cell: Cell, ranks: npt.NDArray[n
     target = parts[writer]
     target.load += nbytes
     for box, rank in pieces.items():
-        source = parts[rank]
-        target.taken.append((len(target.items), entry, box, rank, source.given_bytes))
-        source.given.append((entry, box))
-        source.given_bytes += box.volume * itemsize
+        sender = parts[rank]
+        target.received.append((len(target.items), entry, box, rank, sender.sent_bytes))
+        sender.sent.append((entry, box))
+        sender.sent_bytes += box.volume * itemsize
     target.items.append((entry, cell.box, nbytes))
 
 
@@ -181,14 +181,14 @@ def _plan(
     """The rank's plan, in rows of its own entries."""
     own = dict(zip(rows.tolist(), range(len(rows)), strict=True))
     _, dims = take_runs(entries.shape_ends, rows)
-    hand_over = None
-    if part.given or part.taken:
-        hand_over = HandOver(
-            _table([(own[entry], box) for entry, box in part.given]),
-            _table([(own[entry], box) for _, entry, box, _, _ in part.taken]),
-            np.array([item for item, *_ in part.taken], dtype=np.int64),
-            np.array([source for *_, source, _ in part.taken], dtype=np.int64),
-            np.array([offset for *_, offset in part.taken], dtype=np.int64),
+    redistribution = None
+    if part.sent or part.received:
+        redistribution = Redistribution(
+            _table([(own[entry], box) for entry, box in part.sent]),
+            _table([(own[entry], box) for _, entry, box, _, _ in part.received]),
+            np.array([item for item, *_ in part.received], dtype=np.int64),
+            np.array([sender for *_, sender, _ in part.received], dtype=np.int64),
+            np.array([offset for *_, offset in part.received], dtype=np.int64),
         )
     split = _table(list(_split(local, rows, steps, known, entries)))
     return SavePlan(
@@ -197,7 +197,7 @@ def _plan(
         np.array([nbytes for *_, nbytes in part.items], dtype=np.int64),
         plan.storage_data,
         split=split if len(split) else None,
-        hand_over=hand_over,
+        redistribution=redistribution,
         notes={STEPS: steps[dims]},
     )
 

@@ -31,7 +31,7 @@ from hpdcp._base.errors import (
     WaitTimeoutError,
     WorkerDiedError,
 )
-from hpdcp._files.folder_save import SaveIdentity
+from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._plan.plan_cache import PLANS
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan
@@ -69,7 +69,7 @@ def stopped_worker() -> int:
 
 
 class Elsewhere(StorageWriter):
-    """A writer without a place."""
+    """A writer without a location."""
 
     def configure_writer(self, context: PlannerContext) -> None: ...
 

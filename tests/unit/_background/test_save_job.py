@@ -16,7 +16,7 @@ from hpdcp._background._specs import PlannerSpec, WriterSpec
 from hpdcp._background._what_to_stage import rows_needed
 from hpdcp._background.worker import published_by
 from hpdcp._comm.exchange import Failed
-from hpdcp._files.folder_save import SaveIdentity
+from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._plan.plan_cache import CachedPlan
 from hpdcp._plan.planner import PlannerContext
 

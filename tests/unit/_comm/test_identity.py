@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpdcp._comm.identity import attempt_id
-from hpdcp._files.folder_save import next_ordinal
+from hpdcp._files.save_identity import next_ordinal
 
 
 def test_saves_alone_and_saves_of_all_are_counted_apart() -> None:

@@ -15,7 +15,7 @@ from hpdcp._base.errors import CorruptCheckpointError, CoverageError, Unsupporte
 from hpdcp._comm.exchange import Alone
 from hpdcp._convert import tensor_streams, transform
 from hpdcp._engine.save import save_state
-from hpdcp._files.folder_save import SaveIdentity
+from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._files.writer import FileSystemWriter
 from hpdcp._format.checksums import BLOCK_BYTES
 from hpdcp._plan.standard_planner import StandardSavePlanner

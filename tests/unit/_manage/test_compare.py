@@ -18,11 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import hpdcp
 from hpdcp._base.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidArgumentError
 from hpdcp._convert import tensor_streams
-from hpdcp._files.folder_save import forget_ordinals
 from hpdcp._manage import _value_differences, compare
 from hpdcp._manage._value_differences import Tally
 from hpdcp._manage.compare import Aspect, Comparison, compare_checkpoints
 from tests.support.huggingface import write_shards
+from tests.support.runs import begin_run
 
 Saver = Callable[..., Path]
 
@@ -163,7 +163,7 @@ def by_two_ranks(
     """`whole` saved by two ranks without collectives, the first of which has so many rows."""
     monkeypatch.setenv("HPDCP_RUN_ID", folder.name)
     for rank, part in enumerate((slice(0, rows), slice(rows, len(whole)))):
-        forget_ordinals()
+        begin_run()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         try:
             tensor = whole[part].clone()

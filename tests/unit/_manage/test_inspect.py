@@ -12,12 +12,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hpdcp
 from hpdcp._base.errors import CheckpointNotFoundError, IncompleteCheckpointError
-from hpdcp._files.folder_save import forget_ordinals
 from hpdcp._format.checksums import BLOCK_BYTES
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.file_names import METADATA
 from hpdcp._manage.inspect import inspect_checkpoint
 from hpdcp._manage.verify import verify_checkpoint
+from tests.support.runs import begin_run
 
 WHOLE = (6, 4)
 
@@ -35,7 +35,7 @@ def saved_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     """Two ranks that saved each for itself, played one after the other."""
     monkeypatch.setenv("HPDCP_RUN_ID", "test-run")
     for rank in range(2):
-        forget_ordinals()
+        begin_run()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         try:
             state = {

@@ -29,13 +29,13 @@ from hpdcp._base.errors import (
 )
 from hpdcp._comm.mailbox import mailbox_folder, report_dead_worker
 from hpdcp._files.commit import Attempt
-from hpdcp._files.folder_save import forget_ordinals
 from hpdcp._format.container import StringColumn
 from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp._format.metadata import Metadata
 from hpdcp._manage.remove import Removal, remove_checkpoint
 from hpdcp_backends.local import LocalBackend
 from tests.support.huggingface import write_single
+from tests.support.runs import begin_run
 
 DAY = 24 * 3600
 STATE = {"w": torch.arange(12.0), "step": 3}
@@ -215,7 +215,7 @@ def test_files_that_a_commit_keeps_for_readers_go_too(folder: Path) -> None:
 def by_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, *, ranks: Iterable[int] = (0, 1)) -> Path:
     monkeypatch.setenv("HPDCP_RUN_ID", "test")
     for rank in ranks:
-        forget_ordinals()
+        begin_run()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         try:
             hpdcp.save({"seed": hpdcp.PerRank(rank), "w": torch.ones(2)}, checkpoint_id=folder, use_collectives=False)
