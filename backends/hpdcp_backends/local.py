@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from hpdcp._base.backend import ByteRange, spare_cores
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp_backends._posix.backend import PosixBackend, at_least
+from hpdcp_backends._posix.backend import PosixBackend
 from hpdcp_backends._posix.open_files import OpenFile, OpenFiles, map_private
+from hpdcp_backends._tunables import at_least
 
 
 class LocalBackend(PosixBackend):

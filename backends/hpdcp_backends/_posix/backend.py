@@ -28,6 +28,7 @@ from hpdcp._base.locations import local_path
 from hpdcp_backends._posix.blocks import read_tasks, run_tasks, write_buffers
 from hpdcp_backends._posix.files import make_folders, read_fully, sync_folder, write_fully
 from hpdcp_backends._posix.open_files import OpenFile, identity, read_file
+from hpdcp_backends._tunables import at_least
 
 T = TypeVar("T")
 
@@ -321,9 +322,3 @@ class PosixBackend(Backend):
         write_buffers(buffers, write_batch, size=size, block_bytes=block, helpers=helpers, where=where)
         with self._translating("write", key):
             os.fsync(descriptor)
-
-
-def at_least(option: str, value: int, least: int) -> None:
-    """InvalidArgumentError if the option is smaller."""
-    if value < least:
-        raise InvalidArgumentError(f"{option} is {value}; expected at least {least}.")
