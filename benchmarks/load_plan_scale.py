@@ -41,8 +41,8 @@ def metadata_of(items: int, shards: Any, shape_rows: Any) -> Any:
     import numpy as np
 
     from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable, ends_of, starts_of
-    from hpdcp._format.container import StringColumn
     from hpdcp._format.metadata import Metadata
+    from hpdcp._format.strings import StringColumn
 
     entries = EntryTable.from_entries(
         [
@@ -71,7 +71,7 @@ def coordinator(kind: str, ranks: int, items: int) -> dict[str, float]:
     from hpdcp._broadcast.reader_choice import choose_sources
     from hpdcp._broadcast.walk import transport_dtype
     from hpdcp._format.columns import ChunkTable, ends_of, starts_of
-    from hpdcp._format.container import StringColumn
+    from hpdcp._format.strings import StringColumn
     from hpdcp._plan.load_plan import ItemColumns, LoadPlan, TargetColumns, decision_bytes
 
     number = np.arange(items)

@@ -25,8 +25,8 @@ from hpdcp._format.columns import (
     starts_of,
     take_runs,
 )
-from hpdcp._format.container import StringColumn
 from hpdcp._format.metadata import Metadata
+from hpdcp._format.strings import StringColumn
 from hpdcp._plan.load_plan import DIRECT, ON_DEVICE, LoadPlan, SharedColumns
 
 STRIPE_BYTES: Final = 64 << 20

@@ -16,8 +16,8 @@ import numpy as np
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._files.huggingface_folder import StoredTensor, Weights
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
-from hpdcp._format.container import StringColumn
 from hpdcp._format.metadata import NO_CHECKSUMS, Metadata, StorageTable
+from hpdcp._format.strings import StringColumn
 from hpdcp._state.geometry import Box, BoxIndex, missing
 from hpdcp._state.paths import encode_path
 

@@ -15,7 +15,7 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
-from hpdcp._format.container import StringColumn
+from hpdcp._format.strings import StringColumn
 
 I64: TypeAlias = npt.NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)

@@ -12,8 +12,7 @@ is written piece by piece from the tensors' own memory: the header comes first, 
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeGuard
@@ -343,76 +342,3 @@ def _bits(dtype_name: str, shape: Sequence[int], *, limit: int) -> int:
         if bits > limit:
             break
     return bits
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StringColumn:
-    """A column of strings as two arrays, so that a million of them cost no million objects.
-
-    Lone surrogates are kept (`surrogatepass`). A string that cannot be decoded is a CorruptCheckpointError naming
-    `where`, raised when it is asked for.
-    """
-
-    blob: npt.NDArray[np.uint8]
-    """All strings, UTF-8, one after the other."""
-    ends: npt.NDArray[np.int64]
-    """Where each string ends in `blob`."""
-    where: str = "a string column"
-
-    def __post_init__(self) -> None:
-        blob, ends = self.blob, self.ends
-        if blob.dtype != np.uint8 or ends.dtype != np.int64 or blob.ndim != 1 or ends.ndim != 1:
-            raise CorruptCheckpointError(
-                f"{self.where}: expected U8 bytes and I64 ends of one dimension, found {blob.dtype} {blob.shape} "
-                f"and {ends.dtype} {ends.shape}."
-            )
-        last = int(ends[-1]) if len(ends) else 0
-        if last != len(blob) or (len(ends) and (int(ends[0]) < 0 or bool(np.any(ends[1:] < ends[:-1])))):
-            raise CorruptCheckpointError(
-                f"{self.where}: the ends of its {len(ends)} strings do not fit {len(blob)} bytes."
-            )
-
-    @classmethod
-    def from_strings(cls, strings: Iterable[str]) -> StringColumn:
-        """A column of `strings`, in their order."""
-        encoded = [text.encode("utf-8", "surrogatepass") for text in strings]
-        ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), dtype=np.int64)
-        return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> str:
-        count = len(self.ends)
-        row = index + count if index < 0 else index
-        if not 0 <= row < count:
-            raise IndexError(f"{self.where} has {count} strings, and no string {index}.")
-        return self._decode(self._bytes(row))
-
-    def __iter__(self) -> Iterator[str]:
-        data = self.blob.tobytes()
-        start = 0
-        for end in self.ends.tolist():
-            yield self._decode(data[start:end])
-            start = end
-
-    def find(self, text: str) -> int | None:
-        """The first row that holds `text`, None if none does; the column must be sorted (as `sorted` sorts strings).
-
-        >>> StringColumn.from_strings(["a", "b.c", "é"]).find("b.c")
-        1
-        """
-        wanted = text.encode("utf-8", "surrogatepass")
-        # Bytes of UTF-8 sort as code points do, which is how Python sorts strings; surrogatepass keeps that.
-        row = bisect_left(range(len(self.ends)), wanted, key=self._bytes)
-        return row if row < len(self.ends) and self._bytes(row) == wanted else None
-
-    def _bytes(self, row: int) -> bytes:
-        start = int(self.ends[row - 1]) if row else 0
-        return self.blob[start : int(self.ends[row])].tobytes()
-
-    def _decode(self, data: bytes) -> str:
-        try:
-            return data.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError as error:
-            raise CorruptCheckpointError(f"{self.where}: a string is not UTF-8 ({error}).") from None

@@ -27,7 +27,7 @@ from hpdcp._format.columns import (
     take_runs,
     take_strings,
 )
-from hpdcp._format.container import StringColumn
+from hpdcp._format.strings import StringColumn
 from hpdcp._plan.save_plan import SavePlan
 
 _Rows: TypeAlias = npt.NDArray[np.integer]

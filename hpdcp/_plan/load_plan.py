@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hpdcp._format.columns import I64, ChunkTable, Columns, EntryKind, column, strings_from, strings_to
-from hpdcp._format.container import StringColumn, pack_columns, unpack_columns
+from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import BroadcastInfo, MetadataIndex
+from hpdcp._format.strings import StringColumn
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ import numpy as np
 
 from hpdcp._base.errors import StorageError
 from hpdcp._format.columns import I64, column, ends_of, starts_of, take_runs
-from hpdcp._format.container import StringColumn, pack_columns, unpack_columns
+from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import StorageInfo, StorageTable
+from hpdcp._format.strings import StringColumn
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from hpdcp._base.errors import (
 from hpdcp._devices import device
 from hpdcp._format.checksums import head_mark
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
-from hpdcp._format.container import StringColumn
 from hpdcp._format.metadata import NO_CHECKSUMS, Metadata, StorageTable
+from hpdcp._format.strings import StringColumn
 from hpdcp._plan.load_plan import ReadItem
 from hpdcp._plan.planner import LoadPlanner
 from hpdcp._state.dtypes import dtype_of

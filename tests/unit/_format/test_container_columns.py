@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as nps
 from safetensors.numpy import load_file
 
 from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError
-from hpdcp._format.container import StringColumn, TensorEntry, build_header, pack_columns, unpack_columns
+from hpdcp._format.container import TensorEntry, build_header, pack_columns, unpack_columns
+from hpdcp._format.strings import StringColumn
 
 DTYPES = ["?", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8", "<c8"]
 any_text = st.text(st.characters(), max_size=8)

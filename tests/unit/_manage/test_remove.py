@@ -29,9 +29,9 @@ from hpdcp._base.errors import (
 )
 from hpdcp._comm.mailbox import mailbox_folder, report_dead_worker
 from hpdcp._files.commit import Attempt
-from hpdcp._format.container import StringColumn
 from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp._format.metadata import Metadata
+from hpdcp._format.strings import StringColumn
 from hpdcp._manage.remove import Removal, remove_checkpoint
 from hpdcp_backends.local import LocalBackend
 from tests.support.huggingface import write_single
