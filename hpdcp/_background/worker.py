@@ -32,7 +32,7 @@ from hpdcp._base import config, timing
 from hpdcp._base.errors import PeerLostError, StateDictError
 from hpdcp._comm.exchange import Failed
 from hpdcp._engine.save import plan_key, save_state
-from hpdcp._files.commit import read_or_none
+from hpdcp._files.publish import read_or_none
 from hpdcp._format.file_names import METADATA
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS

@@ -91,7 +91,7 @@ class CheckpointReplacedError(CheckpointError):
 
 
 class SupersededError(CheckpointError):
-    """A newer attempt claimed the folder; this one published nothing."""
+    """A newer attempt leased the folder; this one published nothing."""
 
 
 class CommitUncertainError(CheckpointError):

@@ -35,8 +35,8 @@ from hpdcp._base.errors import (
 from hpdcp._base.splitting import assign_evenly
 from hpdcp._base.timing import log_message
 from hpdcp._comm.exchange import Exchange
-from hpdcp._files.commit import publish_or_doubt, read_or_none
 from hpdcp._files.huggingface_folder import INDEX, WEIGHTS
+from hpdcp._files.publish import publish_or_doubt, read_or_none
 from hpdcp._format.container import TensorEntry, build_header, entry_nbytes
 from hpdcp._format.dtypes import SAFETENSORS_NAMES
 from hpdcp._state.dtypes import dtype_name

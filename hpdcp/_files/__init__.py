@@ -1,6 +1,6 @@
 """A plan as files of one backend: layouts, the reading engine, the commit, and folders that Hugging Face's tools wrote.
 
 In comes a rank's plan, out come files and one published metadata file; or a filled plan of a load.
-Face: `registry`, `commit`, `writer`, `reader`, `save_identity`, `layout`, `safetensors_layout`, `read_engine`,
-and `huggingface_reader`, `huggingface_folder`, `huggingface_names`.
+Face: `registry`, `commit`, `lease`, `leftovers`, `publish`, `writer`, `reader`, `save_identity`, `layout`,
+`safetensors_layout`, `read_engine`, and `huggingface_reader`, `huggingface_folder`, `huggingface_names`.
 """

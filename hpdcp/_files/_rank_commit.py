@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointExistsError
 from hpdcp._base.timing import log_message
-from hpdcp._files.commit import publish_or_doubt, read_or_none, refuse_taken
+from hpdcp._files.leftovers import refuse_taken
+from hpdcp._files.publish import publish_or_doubt, read_or_none
 from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._format.file_names import METADATA, rank_metadata_key, rank_of_metadata_key
 from hpdcp._format.metadata import Metadata

@@ -13,8 +13,9 @@ from hpdcp._base.backend import Backend
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 from hpdcp._files import registry
 from hpdcp._files._rank_commit import RankAttempt
-from hpdcp._files.commit import Attempt, claimed_attempt
+from hpdcp._files.commit import Attempt
 from hpdcp._files.layout import FileNaming, Layout
+from hpdcp._files.lease import leased_attempt
 from hpdcp._files.save_identity import SaveIdentity, new_identity
 from hpdcp._format.file_names import is_data_key
 from hpdcp._format.metadata import Metadata
@@ -183,7 +184,7 @@ class FileSystemWriter(StorageWriter):
         written = save.layout.written()
         fixed = {key for key in written if not is_data_key(key)}
         # By now another save may have files of fixed names: it leased the folder, and they are not ours to remove.
-        if fixed and save.context.collective and claimed_attempt(save.backend) != naming.attempt:
+        if fixed and save.context.collective and leased_attempt(save.backend) != naming.attempt:
             written = [key for key in written if key not in fixed]
         save.backend.delete(written)
 

@@ -31,12 +31,9 @@ from hpdcp._base.errors import (
     SupersededError,
 )
 from hpdcp._files import registry
-from hpdcp._files.commit import (
-    SILENT_SECONDS,
-    Claim,
-    attempt_in_header,
-    read_or_none,
-)
+from hpdcp._files.lease import SILENT_SECONDS, Lease
+from hpdcp._files.leftovers import attempt_in_header
+from hpdcp._files.publish import read_or_none
 from hpdcp._format.checksums import HEAD_BYTES
 from hpdcp._format.file_names import (
     LEASE,
@@ -139,7 +136,7 @@ class _Found:
     """Data files that they, or the claim, list, and their recorded sizes, 0 where there is none."""
     committed: set[str] = field(default_factory=set)
     """Attempts that they name."""
-    claim: Claim | None = None
+    claim: Lease | None = None
     claim_bytes: bytes | None = None
     attempts: dict[str, bool] = field(default_factory=dict)
     """Attempt → whether it may have taken plain names."""
@@ -189,7 +186,7 @@ class _Found:
 
     def _read_claim(self) -> None:
         self.claim_bytes = read_or_none(self.backend, LEASE) if LEASE in self.infos else None
-        self.claim = None if self.claim_bytes is None else Claim.from_bytes(self.claim_bytes)
+        self.claim = None if self.claim_bytes is None else Lease.from_bytes(self.claim_bytes)
         if self.claim is None:
             return
         named = {**dict(self.claim.superseded), self.claim.attempt: self.claim.plain}
@@ -199,7 +196,7 @@ class _Found:
         for key in _data_files([*kept, *self.claim.replacing, *self._made_by(self.claim)]):
             self.listed.setdefault(key, 0)
 
-    def _made_by(self, claim: Claim) -> Iterator[str]:
+    def _made_by(self, claim: Lease) -> Iterator[str]:
         """What an attempt that has not committed made under names that are the same in every attempt."""
         for root in () if claim.attempt in self.committed else claim.made:
             below = [info.key for info in self.backend.list_keys(root, recursive=True)]
@@ -282,7 +279,7 @@ class _Execution:
     def run(self) -> None:
         backend, planned = self._backend, self._planned
         now = time.time()
-        ours = Claim(
+        ours = Lease(
             _REMOVAL + uuid.uuid4().hex[:16],
             plain=False,
             began=now,

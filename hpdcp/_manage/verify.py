@@ -17,8 +17,9 @@ import numpy as np
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError, NotSupportedError
 from hpdcp._files import registry
-from hpdcp._files.commit import Claim, read_or_none
 from hpdcp._files.layout import Layout
+from hpdcp._files.lease import Lease
+from hpdcp._files.publish import read_or_none
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.checksums import HEAD_BYTES, block_span, checksum, head_mark
 from hpdcp._format.columns import starts_of
@@ -255,7 +256,7 @@ def _layout_of(metadata: Metadata) -> type[Layout] | None:
 def _orphans(backend: Backend, found: FoundMetadata) -> Iterator[str]:
     used = set(found.metadata.files)
     claim = read_or_none(backend, LEASE)
-    parsed = Claim.from_bytes(claim) if claim is not None else None
+    parsed = Lease.from_bytes(claim) if claim is not None else None
     if parsed is not None:
         used.update(key for key, _ in parsed.replaced)
     for info in backend.list_keys():

@@ -48,7 +48,7 @@ def test_the_older_claim_gives_way_and_the_newer_checkpoint_stays_whole(tmp_path
         hpdcp.save(state(1.0), checkpoint_id=tmp_path)
     winner: list[hpdcp.Metadata] = []
     planner = Interrupted(lambda: winner.append(hpdcp.save(state(2.0), checkpoint_id=tmp_path)))
-    with pytest.raises(SupersededError, match="another attempt claimed it"):
+    with pytest.raises(SupersededError, match="another attempt leased it"):
         hpdcp.save(state(3.0), checkpoint_id=tmp_path, planner=planner)
     assert names(tmp_path) == {METADATA, LEASE, *winner[0].files}
     assert loaded(tmp_path) == 2

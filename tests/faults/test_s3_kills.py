@@ -14,7 +14,7 @@ import pytest
 
 import hpdcp
 from hpdcp._base.errors import HpdcpError
-from hpdcp._files import commit
+from hpdcp._files import commit, leftovers
 from tests.faults.s3_faults import check_sound, loaded_step, settings, state
 from tests.services import s3
 from tests.support.proxy import Do, Proxy, Rule, proxied
@@ -75,6 +75,7 @@ def test_a_save_killed_at_any_stage_leaves_the_old_or_the_new_step(
         assert s3_server.open_uploads(url)
         # As if a day had passed: until then a writer might only be slow.
         monkeypatch.setattr(commit, "SILENT_SECONDS", -1)
+        monkeypatch.setattr(leftovers, "SILENT_SECONDS", -1)
         metadata = hpdcp.save(state(100), checkpoint_id=url)
         assert loaded_step(url) == 100
         check_sound(s3_server, url, metadata)

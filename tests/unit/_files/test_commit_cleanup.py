@@ -13,7 +13,8 @@ import torch
 
 import hpdcp
 from hpdcp._base.errors import StorageError
-from hpdcp._files.commit import Attempt, Claim
+from hpdcp._files.commit import Attempt
+from hpdcp._files.lease import Lease
 from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp._format.metadata import Metadata
 from hpdcp_backends.local import LocalBackend
@@ -42,7 +43,7 @@ def age(*paths: Path, hours: float = 25) -> None:
 def abandon(folder: Path, attempt: str) -> list[Path]:
     """An attempt that claims the folder, writes one file, and is never heard of again."""
     begun = Attempt.begin(LocalBackend(str(folder)), attempt)
-    name = "_rank0_.safetensors" if begun.claim.plain else f"_rank0_.{attempt}.safetensors"
+    name = "_rank0_.safetensors" if begun.lease.plain else f"_rank0_.{attempt}.safetensors"
     (folder / name).write_bytes(b"x" * 5000)
     return [folder / name]
 
@@ -77,7 +78,7 @@ def test_files_of_a_dead_attempt_stay_for_a_day(tmp_path: Path) -> None:
 def test_plain_names_of_a_dead_attempt_go_only_when_the_file_says_that_it_is_its_own(tmp_path: Path) -> None:
     backend = LocalBackend(str(tmp_path))
     dead = Attempt.begin(backend, "d" * 16)
-    assert dead.claim.plain
+    assert dead.lease.plain
     header = b'{"__metadata__":{"attempt":"' + b"d" * 16 + b'","rank":"0"}}'
     (tmp_path / "_rank0_.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (tmp_path / "_rank1_.safetensors").write_bytes(b"a user's own file that looks like ours")
@@ -116,7 +117,7 @@ def test_keep_replaced_for_delays_the_removal(tmp_path: Path) -> None:
         third = hpdcp.save(state(3.0), checkpoint_id=tmp_path)
     assert {*first.files, *second.files, *third.files} < names(tmp_path)
     assert set(known.files) <= names(tmp_path)
-    claim = Claim.from_bytes((tmp_path / LEASE).read_bytes())
+    claim = Lease.from_bytes((tmp_path / LEASE).read_bytes())
     assert claim is not None and {key for key, _ in claim.replaced} == {*first.files, *second.files}
     fields = json.loads((tmp_path / LEASE).read_bytes())
     fields["replaced"] = [[key, since - 3601] for key, since in fields["replaced"] if key in first.files] + [

@@ -169,7 +169,7 @@ def begun(folder: Path, *, attempt: str = "00000000deadbeef") -> Attempt:
     started = Attempt.begin(backend, attempt)
     hpdcp.save(STATE, checkpoint_id=folder.parent / "other")
     head = (folder.parent / "other/_rank0_.safetensors").read_bytes()
-    name = "_rank0_.safetensors" if started.claim.plain else f"_rank0_.{attempt}.safetensors"
+    name = "_rank0_.safetensors" if started.lease.plain else f"_rank0_.{attempt}.safetensors"
     old = json.loads((folder.parent / "other" / LEASE).read_text())["attempt"]
     (folder / name).write_bytes(head.replace(old.encode(), attempt.encode()))
     report_dead_worker(backend, attempt, 0)

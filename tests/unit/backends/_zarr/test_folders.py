@@ -218,7 +218,7 @@ def test_a_save_that_was_overtaken_removes_nothing_of_the_one_that_overtook_it(
 def test_the_claim_names_what_the_save_makes(tmp_path: Path) -> None:
     hpdcp.save(state(1.0), checkpoint_id=tmp_path)
     assert json.loads((tmp_path / ".attempt").read_text())["made"] == ["model", "zarr.json"]
-    assert Attempt.begin(LocalBackend(str(tmp_path / "other")), "a" * 16).claim.made == ()
+    assert Attempt.begin(LocalBackend(str(tmp_path / "other")), "a" * 16).lease.made == ()
 
 
 def test_a_tensor_above_a_tensor_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""What saves left in a folder, and which of it may be removed: never more than hpdcp can prove its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from hpdcp._base.backend import Backend, ByteRange, KeyInfo, checked_key
+from hpdcp._base.errors import CheckpointError, CheckpointExistsError, InvalidArgumentError, StorageError
+from hpdcp._base.timing import log_message
+from hpdcp._comm.mailbox import clear_mailbox
+from hpdcp._files import registry
+from hpdcp._files.lease import SILENT_SECONDS, may_be_removed
+from hpdcp._files.publish import read_or_none
+from hpdcp._format.checksums import HEAD_BYTES
+from hpdcp._format.container import PREFIX_BYTES
+from hpdcp._format.file_names import METADATA, carries_attempt, is_data_key, mailbox_folder, rank_of_metadata_key
+from hpdcp._format.metadata import Metadata
+
+
+def refuse_taken(backend: Backend, keys: Collection[str], roots: Collection[str], before: bytes | None) -> None:
+    """Raise if a file or a folder has one of the names `roots`.
+
+    `keys` are those at the backend's root, and `before` the `.metadata` there.
+
+    Raises:
+        CheckpointExistsError: names what is in the way, and what to do.
+    """
+    taken = [root for root in sorted(roots) if root in keys or backend.list_keys(root, recursive=True)]
+    if not taken:
+        return
+    shown = ", ".join(map(repr, taken[:5]))
+    if before is not None:
+        raise CheckpointExistsError(
+            f"{backend.url} holds a checkpoint whose files have the names that this save would give its own ({shown}): "
+            "in this layout they are fixed, so it cannot be replaced in one step. Save elsewhere, or remove it first "
+            "(hpdcp rm)."
+        )
+    raise CheckpointExistsError(
+        f"{backend.url} holds {shown}, which this save would write, and which no unfinished save of hpdcp is known to "
+        "have left there. Save to another folder, or remove it first."
+    )
+
+
+def clear_fixed_names(backend: Backend, roots: Iterable[str]) -> None:
+    """Remove what an attempt that never committed made under fixed names: of a folder, what a layout puts there only,
+    since whoever wrote the lease may mean harm."""
+    for root in roots:
+        below = [info.key for info in backend.list_keys(root, recursive=True)]
+        backend.delete(sorted(registry.fixed_names([root, *below])))
+
+
+def clear_mailboxes(backend: Backend, attempts: Iterable[str]) -> None:
+    """Remove the messages that ended attempts left; once another has leased the folder, none of them can commit."""
+    for attempt in attempts:
+        folder = mailbox_folder(attempt)
+        try:
+            checked_key(folder)
+        except InvalidArgumentError:
+            continue  # whoever wrote the lease may mean harm
+        clear_mailbox(backend, folder)
+
+
+def keys_of_checkpoint(backend: Backend, keys: Iterable[str], before: bytes | None) -> frozenset[str]:
+    """Every key of what is committed in the folder: what its `.metadata`, or its ranks' metadata, list."""
+    owned: set[str] = set()
+    documents: list[tuple[str, bytes | None]] = [(METADATA, before)]
+    for key in keys:
+        if rank_of_metadata_key(key) is not None:
+            documents.append((key, read_or_none(backend, key)))
+            owned.add(key)
+    for key, data in documents:
+        if data is None:
+            continue
+        try:
+            owned.update(filter(may_be_removed, Metadata.from_bytes(data, where=f"{backend.url}/{key}").files))
+        except CheckpointError as error:
+            log_message(logging.WARNING, f"{error} Its data files are left where they are.")
+            owned.discard(key)
+    return frozenset(owned)
+
+
+def orphans(backend: Backend, superseded: Sequence[tuple[str, bool]], *, keep: set[str]) -> list[str]:
+    """Files that superseded attempts left, and have not touched for a day."""
+    now = time.time()
+    old = [info for info in backend.list_keys() if info.key not in keep and now - info.modified >= SILENT_SECONDS]
+    return [info.key for info in old if is_data_key(info.key) and _belongs(backend, info, dict(superseded))]
+
+
+def _belongs(backend: Backend, info: KeyInfo, superseded: Mapping[str, bool]) -> bool:
+    """Whether one of the superseded attempts wrote the file: its name says so, or its head where names were plain."""
+    if carries_attempt(info.key, superseded):
+        return True
+    head = bytearray(min(info.size, HEAD_BYTES))
+    try:
+        backend.read_ranges(info.key, [ByteRange(0, len(head))], [memoryview(head)])
+    except StorageError:
+        return False
+    return superseded.get(attempt_in_header(head) or "", False)
+
+
+def attempt_in_header(head: bytes | bytearray) -> str | None:
+    """The attempt that a data file's first bytes name; None where they name none."""
+    text = bytes(head[PREFIX_BYTES:HEAD_BYTES]).decode("utf-8", "replace")
+    marker = '{"__metadata__":{"attempt":"'
+    return text[len(marker) :].partition('"')[0] if text.startswith(marker) else None
