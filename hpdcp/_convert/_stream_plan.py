@@ -15,8 +15,9 @@ from hpdcp._base.splitting import cut_rows
 from hpdcp._format.metadata import Metadata, MetadataIndex, StorageInfo
 from hpdcp._plan.load_plan import ReadItem
 from hpdcp._plan.stored_index import Stored
+from hpdcp._state.coverage import missing
 from hpdcp._state.dtypes import dtype_of
-from hpdcp._state.geometry import Box, flat_start, is_contiguous, missing, relative
+from hpdcp._state.geometry import Box, flat_start, is_contiguous, relative
 
 
 @dataclass(frozen=True, slots=True)

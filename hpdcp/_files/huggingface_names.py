@@ -18,7 +18,9 @@ from hpdcp._files.huggingface_folder import StoredTensor, Weights
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
 from hpdcp._format.metadata import NO_CHECKSUMS, Metadata, StorageTable
 from hpdcp._format.strings import StringColumn
-from hpdcp._state.geometry import Box, BoxIndex, missing
+from hpdcp._state.box_index import BoxIndex
+from hpdcp._state.coverage import missing
+from hpdcp._state.geometry import Box
 from hpdcp._state.paths import encode_path
 
 ORIGIN: Final = "huggingface"

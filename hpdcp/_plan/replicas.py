@@ -34,7 +34,8 @@ from hpdcp._plan._merged_names import MergedNames, merge_names
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.whole_plan import WholePlan, join_results
 from hpdcp._plan.write_results import WriteResults
-from hpdcp._state.geometry import Box, intersect, missing
+from hpdcp._state.coverage import missing
+from hpdcp._state.geometry import Box, intersect
 from hpdcp._state.mismatches import listed
 
 SMALL_REPLICA_BYTES: Final = 1 << 20

@@ -29,8 +29,9 @@ from hpdcp._plan.replicas import drop_duplicates
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._plan.stored_index import Stored
 from hpdcp._state import objects
+from hpdcp._state.coverage import missing
 from hpdcp._state.dtypes import dtype_name, dtype_of, find_dtype
-from hpdcp._state.geometry import Box, intersect, missing, relative
+from hpdcp._state.geometry import Box, intersect, relative
 from hpdcp._state.mismatches import Problems, Trouble, listed
 from hpdcp._state.paths import Path, build_tree, decode_path, encode_path
 from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards, tie_key

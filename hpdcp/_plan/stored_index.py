@@ -12,7 +12,8 @@ import numpy as np
 
 from hpdcp._format.columns import I64
 from hpdcp._format.metadata import Metadata
-from hpdcp._state.geometry import Box, BoxIndex, intersect
+from hpdcp._state.box_index import BoxIndex
+from hpdcp._state.geometry import Box, intersect
 from hpdcp._state.paths import Path, decode_path
 
 _MOST_HINTED: Final = 20

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hpdcp._base.errors import InvalidArgumentError, UnsupportedTypeError
-from hpdcp._state.geometry import Split, owned_runs
+from hpdcp._state._runs import Split, owned_runs
 
 
 # A dataclass would write the obvious; one that derives from Placement crashes the interpreter in torch 2.13.

@@ -15,19 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from hpdcp._base.errors import InvalidArgumentError, StateDictError, UnsupportedTypeError
 from hpdcp._format.metadata import CHUNK_INFO, ChunkInfo
-from hpdcp._state.geometry import (
-    Box,
-    Runs,
-    Split,
-    boxes_from_runs,
-    flat_start,
-    intersect,
-    is_contiguous,
-    owned_runs,
-    relative,
-    row_runs,
-    split_flat_interval,
-)
+from hpdcp._state._runs import Runs, Split, boxes_from_runs, owned_runs, split_flat_interval
+from hpdcp._state.geometry import Box, flat_start, intersect, is_contiguous, relative, row_runs
 from hpdcp._state.ragged import RaggedShard, as_ragged, divisions
 from hpdcp._state.views import view_of_box
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp._state.geometry import Box, BoxIndex, intersect, missing
+from hpdcp._state.box_index import BoxIndex
+from hpdcp._state.coverage import missing
+from hpdcp._state.geometry import Box, intersect
 
 
 @st.composite

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpdcp._state.geometry import Box, missing
+from hpdcp._state.coverage import missing
+from hpdcp._state.geometry import Box
 from hpdcp_backends._zarr import grid
 from hpdcp_backends._zarr.grid import cells, cells_inside, chunk_shape
 
