@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 # So that a failing assertion in a contract shows its values; must come before the contract is imported.
-pytest.register_assert_rewrite("hpdcp.testing.backend_contract", "hpdcp.testing.layout_contract")
+pytest.register_assert_rewrite(
+    "hpdcp.testing._backend",
+    "hpdcp.testing._layout",
+    "hpdcp.testing.backend_contract",
+    "hpdcp.testing.layout_contract",
+)
 
 if TYPE_CHECKING:
     from hpdcp.testing.backend_contract import BackendContract

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
-import threading
 from abc import ABC
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,31 +12,18 @@ import pytest
 import torch
 
 from hpdcp._base import config
-from hpdcp._base.backend import Backend, ByteRange, KeyInfo
-from hpdcp._base.errors import CheckpointExistsError, CorruptCheckpointError, HpdcpError, StorageError
-from hpdcp._comm.exchange import FramedExchange
-from hpdcp._engine.save import save_state
+from hpdcp._base.backend import Backend
+from hpdcp._base.errors import CheckpointExistsError, CorruptCheckpointError, HpdcpError
 from hpdcp._engine.verbs import load, save
 from hpdcp._files import registry
 from hpdcp._files.reader import FileSystemReader
-from hpdcp._files.writer import FileSystemWriter
-from hpdcp._format.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, Metadata, PerRank
+from hpdcp._format.metadata import PerRank
 from hpdcp._manage.verify import verify_checkpoint
-from hpdcp._plan.planner import SavePlanner
-from hpdcp._plan.save_plan import WriteItem
 from hpdcp._plan.standard_planner import StandardSavePlanner
 from hpdcp._state.geometry import Box
-
-DTYPES = (
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32",
-    "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
-    "float8_e5m2fnuz", "float8_e8m0fnu",
-)  # fmt: skip
-
-ODD_NAMES = (
-    "with space", "a/b", "a\\b", "..", ".", "c", "zarr.json", "__metadata__", "%2F", "_rank0_.bytes", "0.metadata",
-    ".attempt", "x" * 300, "ünï-日本-🙂", "", "tab\t", "hash#?*[0]",
-)  # fmt: skip
+from hpdcp.testing._layout.ranks import StoppingPlanner, save_as_ranks
+from hpdcp.testing._layout.states import DTYPES, ODD_NAMES, assert_equal, bits, cut, mixed_state
+from hpdcp.testing._layout.stores import FailingBackend, first_file_of, keys_of, open_place
 
 
 class LayoutContract(ABC):
@@ -277,7 +262,7 @@ class LayoutContract(ABC):
         real = registry.open_backend
 
         def failing(*args: Any, **kwargs: Any) -> Backend:
-            return _FailingBackend(real(*args, **kwargs), calls)
+            return FailingBackend(real(*args, **kwargs), calls)
 
         with monkeypatch.context() as patched:
             patched.setattr(registry, "open_backend", failing)
@@ -295,189 +280,9 @@ class LayoutContract(ABC):
         whole = torch.arange(60.0).reshape(6, 10)
         states = [{"w": cut(whole, box), "step": 1} for box in boxes]
         with pytest.raises(HpdcpError, match="enough"):
-            save_as_ranks(place, states, [StandardSavePlanner(), _StoppingPlanner()])
+            save_as_ranks(place, states, [StandardSavePlanner(), StoppingPlanner()])
         assert [key for key in keys_of(place) if key != ".attempt"] == []
         save_as_ranks(place, states)
         target = {"w": torch.zeros(6, 10), "step": 0}
         load(target, checkpoint_id=place)
         assert_equal(target, {"w": whole, "step": 1})
-
-
-def mixed_state(fill: float) -> dict[str, Any]:
-    """A little of everything, one tensor longer than a block of checksums."""
-    return {
-        "w": torch.arange(35.0).reshape(5, 7) + fill,
-        "half": torch.full((9,), fill).bfloat16(),
-        "long": torch.full((600, 1 << 11), fill) + torch.arange(float(1 << 11)),
-        "scalar": torch.tensor(fill),
-        "empty": torch.zeros(0, 3),
-        "inner": {"x": torch.full((2, 2), fill, dtype=torch.float64)},
-        "step": f"number {fill}",
-    }
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    """Fails unless both are the same containers of the same tensors and values."""
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
-        assert list(map(str, found)) == list(map(str, expected))
-        for key, value in expected.items():
-            assert_equal(found[key], value)
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_equal(one, other)
-    else:
-        assert found == expected
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes."""
-    return tensor.contiguous().view(torch.uint8)
-
-
-def cut(full: torch.Tensor, box: Box) -> torch.Tensor:
-    """One box of a tensor, in memory of its own, marked as what it is."""
-    part = full[tuple(slice(start, stop) for start, stop in zip(box.offsets, box.stops, strict=True))].clone()
-    setattr(part, CHUNK_INFO, ChunkInfo(ChunkStorageMetadata(box.offsets, box.sizes), tuple(full.shape)))
-    return part
-
-
-def open_place(place: str) -> Backend:
-    """The backend there."""
-    return registry.open_backend(registry.resolve_checkpoint_id(place))
-
-
-def keys_of(place: str) -> list[str]:
-    """Every key there."""
-    with open_place(place) as backend:
-        return [info.key for info in backend.list_keys(recursive=True)]
-
-
-def first_file_of(metadata: Metadata, name: str) -> str:
-    """The file that the first chunk of a tensor is in."""
-    row = metadata.find(name)
-    assert row is not None
-    return metadata.storage_info(metadata.chunk_rows(row)[0]).key
-
-
-def save_as_ranks(
-    place: str, states: Sequence[Mapping[str, Any]], planners: Sequence[SavePlanner] | None = None
-) -> Metadata:
-    """Save one checkpoint as so many ranks would, each with its state; threads of this process stand for them."""
-    ranks = _Ranks(len(states))
-    saved: list[Metadata] = []
-    failed: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        planner = StandardSavePlanner(enable_plan_caching=False) if planners is None else planners[rank]
-        try:
-            saved.append(
-                save_state(
-                    states[rank],
-                    open_writer=lambda: FileSystemWriter(place),
-                    planner=planner,
-                    exchange=_RankExchange(ranks, rank),
-                    collective=True,
-                )
-            )
-        except BaseException as error:  # noqa: BLE001  # raised by whoever started the threads
-            failed.append(error)
-            ranks.barrier.abort()
-
-    # Each with a copy of the context, which has the configuration.
-    threads = [threading.Thread(target=contextvars.copy_context().run, args=(run, rank)) for rank in range(len(states))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise next((error for error in failed if isinstance(error, HpdcpError)), failed[0])
-    return saved[0]
-
-
-class _Ranks:
-    """Where threads that stand for ranks meet."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.barrier = threading.Barrier(count, timeout=60)
-        self.payloads: list[bytes] = [b""] * count
-
-
-class _RankExchange(FramedExchange):
-    def __init__(self, ranks: _Ranks, rank: int) -> None:
-        self.rank = rank
-        self.world_size = ranks.count
-        self._ranks = ranks
-
-    def _gather(self, step: str, payload: bytes) -> list[bytes] | None:
-        self._ranks.payloads[self.rank] = payload
-        self._ranks.barrier.wait()
-        found = list(self._ranks.payloads)
-        self._ranks.barrier.wait()
-        return found if self.is_coordinator else None
-
-    def _scatter(self, step: str, parts: Sequence[bytes] | None) -> bytes:
-        if parts is not None:
-            self._ranks.payloads = list(parts)
-        self._ranks.barrier.wait()
-        mine = self._ranks.payloads[self.rank]
-        self._ranks.barrier.wait()
-        return mine
-
-    def _broadcast(self, step: str, whole: bytes | None) -> bytes:
-        return self._scatter(step, None if whole is None else [whole] * self.world_size)
-
-
-class _StoppingPlanner(StandardSavePlanner):
-    """Hands out Python values, and fails for tensors."""
-
-    def __init__(self) -> None:
-        super().__init__(enable_plan_caching=False)
-
-    def get_tensor(self, item: WriteItem) -> torch.Tensor:
-        raise StorageError("this rank has had enough")
-
-
-class _FailingBackend(Backend):
-    """Another backend, on which the write after so many fails."""
-
-    def __init__(self, real: Backend, calls: int) -> None:
-        self._real = real
-        self._left = calls
-        self._lock = threading.Lock()
-        self.name = real.name  # type: ignore[misc]
-        self.remote = real.remote  # type: ignore[misc]
-        self.url = real.url
-        self.conditional_create = real.conditional_create
-
-    def prepare(self) -> None:
-        self._real.prepare()
-
-    def list_keys(self, under: str = "", *, recursive: bool = False) -> list[KeyInfo]:
-        return self._real.list_keys(under, recursive=recursive)
-
-    def size(self, key: str) -> int:
-        return self._real.size(key)
-
-    def read(self, key: str) -> bytes:
-        return self._real.read(key)
-
-    def read_ranges(self, key: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
-        self._real.read_ranges(key, ranges, into)
-
-    def write(self, key: str, buffers: Iterable[memoryview], *, size: int, exclusive: bool) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left < 0:
-                raise StorageError(f"cannot write {key!r}: the store is full.")
-        self._real.write(key, buffers, size=size, exclusive=exclusive)
-
-    def publish(self, key: str, data: bytes) -> None:
-        self._real.publish(key, data)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        self._real.delete(keys)

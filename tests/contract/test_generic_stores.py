@@ -20,7 +20,7 @@ from hpdcp._base import config
 from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import InvalidArgumentError, KeyNotFoundError, NotSupportedError, StorageError
 from hpdcp._plan.planner import PlannerContext
-from hpdcp.testing.backend_contract import put
+from hpdcp.testing._backend.base import put
 from hpdcp_backends.generic import GenericBackend
 from tests.support.proxy import Answer, CutAnswer, CutRequest, Rule, proxied
 from tests.support.runs import begin_run

@@ -10,7 +10,7 @@ import pytest
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CheckpointNotFoundError, InvalidArgumentError, StorageError
 from hpdcp.testing import BackendContract
-from hpdcp.testing.backend_contract import LARGE, put
+from hpdcp.testing._backend.base import LARGE, put
 from hpdcp_backends.local import LocalBackend
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import KeyTruncatedError, StorageError
-from hpdcp.testing.backend_contract import LARGE, put
+from hpdcp.testing._backend.base import LARGE, put
 from hpdcp_backends.local import LocalBackend
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpdcp._base.backend import ByteRange
-from hpdcp.testing.backend_contract import LARGE, put
+from hpdcp.testing._backend.base import LARGE, put
 from hpdcp_backends.local import LocalBackend
 
 

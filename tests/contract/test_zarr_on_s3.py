@@ -15,7 +15,8 @@ from hpdcp._base.errors import CheckpointExistsError, CorruptCheckpointError
 from hpdcp._files import registry
 from hpdcp._manage.verify import verify_checkpoint
 from hpdcp._state.geometry import Box
-from hpdcp.testing.layout_contract import cut, save_as_ranks
+from hpdcp.testing._layout.ranks import save_as_ranks
+from hpdcp.testing._layout.states import cut
 from hpdcp_backends._zarr import grid
 from tests.support.s3 import S3Server
 

@@ -17,7 +17,7 @@ import pytest
 
 from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import KeyNotFoundError, StorageError
-from hpdcp.testing.backend_contract import put, run_together
+from hpdcp.testing._backend.base import put, run_together
 from hpdcp_backends.nfs import NfsBackend
 from tests.nfs.conftest import Mounts
 

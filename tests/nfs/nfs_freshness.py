@@ -11,7 +11,7 @@ import pytest
 
 from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import CheckpointNotFoundError, KeyNotFoundError
-from hpdcp.testing.backend_contract import put
+from hpdcp.testing._backend.base import put
 from hpdcp_backends.nfs import NfsBackend
 from tests.nfs.conftest import Mounts
 

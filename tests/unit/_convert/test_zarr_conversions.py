@@ -21,7 +21,8 @@ from hpdcp._convert.transform import (
 )
 from hpdcp._manage.verify import verify_checkpoint
 from hpdcp._state.geometry import Box
-from hpdcp.testing.layout_contract import cut, save_as_ranks
+from hpdcp.testing._layout.ranks import save_as_ranks
+from hpdcp.testing._layout.states import cut
 from hpdcp_backends._zarr import grid
 
 

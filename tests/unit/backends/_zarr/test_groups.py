@@ -25,7 +25,7 @@ from hpdcp._base.errors import (
 )
 from hpdcp._manage.inspect import inspect_checkpoint
 from hpdcp._state.geometry import Box
-from hpdcp.testing.layout_contract import cut
+from hpdcp.testing._layout.states import cut
 from hpdcp_backends import zarr_dtypes
 from hpdcp_backends._zarr import groups
 
