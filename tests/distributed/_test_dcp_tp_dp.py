@@ -27,6 +27,8 @@ from hpdcp.utils import flatten_state_dict, unflatten_state_dict
 from tests.support.job import Job
 from tests.support.layouts import local_of
 
+RANKS = 4
+
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.job import Job, job, under_torchrun
+from tests.support.job import Job, job
+from tests.support.ranks import is_rank
 
 _JOB = pytest.StashKey[Job]()
 
@@ -17,7 +18,7 @@ _JOB = pytest.StashKey[Job]()
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Job]:
     """The job that torchrun started."""
-    if not under_torchrun():
+    if not is_rank():
         pytest.fail(
             "this file runs on several ranks: python -m torch.distributed.run --nproc-per-node=4 -m pytest FILE"
         )

@@ -37,6 +37,8 @@ from tests.support.layouts import DP2_TP2, FSDP4, HSDP, RAGGED, TP4_COLUMNS, Lay
 from tests.support.planners import ToldPlanner
 from tests.support.workers import kill_worker, workers_of
 
+RANKS = 4
+
 MODES: dict[str, dict[str, bool]] = {
     "gloo": {"use_gloo": True},
     "storage": {},

@@ -44,6 +44,8 @@ from tests.support.layouts import (
     sample_tensors,
 )
 
+RANKS = 4
+
 _SOON = 20.0
 """Seconds; the process group's own timeout, which ends a hang, is three times as long."""
 _BATCHES = (0, 200, 6 << 20)

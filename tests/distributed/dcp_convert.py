@@ -21,6 +21,8 @@ from tests.support.layouts import LAYOUTS, RAGGED_PAIRS, TP4_COLUMNS, Layout, di
 from tests.unit._convert.test_round_trips import differing as differing_whole
 from tests.unit._convert.test_round_trips import read_folder
 
+RANKS = 4
+
 
 def exported(src: Path, dst: Path, **options: Any) -> transform.Conversion:
     return transform.convert_dcp_to_huggingface(src, dst, **{"max_shard_size": 200, **options})

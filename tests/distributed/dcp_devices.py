@@ -20,9 +20,19 @@ from tests.support import fake_ccl, fake_device
 from tests.support.backends import Traffic, registered
 from tests.support.fake_device import NAME, shadow
 from tests.support.job import Job
+from tests.support.ranks import is_rank
 
-DEVICE = fake_device.install()
-fake_ccl.register()
+RANKS = 3
+
+DEVICE = fake_device.STATE
+if is_rank():
+    fake_device.install()
+    fake_ccl.register()
+
+
+def rank_environment(request: pytest.FixtureRequest, parameters: Mapping[str, object]) -> dict[str, str]:
+    """Devices that are not the CPU, and process groups that carry their tensors only."""
+    return {"HYPER_PARALLEL_TEST_DEVICE_TYPE": NAME, "HPDCP_TEST_GROUP_BACKEND": f"{NAME}:{fake_ccl.BACKEND}"}
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ from hpdcp_backends.local import LocalBackend
 from tests.support.job import Job
 from tests.support.layouts import TP4, differing, local_of, sample_tensors
 
+RANKS = 4
+
 _SOON = 20.0
 """Seconds; the process group's own timeout, which ends a hang, is three times as long."""
 

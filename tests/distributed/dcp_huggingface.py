@@ -31,6 +31,8 @@ from tests.support.layouts import (
     sample_tensors,
 )
 
+RANKS = 4
+
 SHARDS = 3
 
 

@@ -30,6 +30,8 @@ from tests.support.layouts import (
     local_of,
 )
 
+RANKS = 4
+
 PAIRS: Final = Layout("pairs of neighbours", (2, 2), (Shard(0), Replicate()))
 OUTER: Final = Layout("whole on ranks 0 and 3", (2,), (Replicate(),), ranks=(0, 3))
 INNER: Final = Layout("whole on ranks 1 and 2", (2,), (Replicate(),), ranks=(1, 2))

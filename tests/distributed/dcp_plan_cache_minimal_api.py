@@ -34,6 +34,8 @@ from tests.support.layouts import (
     local_of,
 )
 
+RANKS = 4
+
 Save = Callable[..., bool]
 FULL = {"w": torch.arange(64.0).reshape(8, 8), "norm": torch.arange(8.0)}
 

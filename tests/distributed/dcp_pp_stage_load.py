@@ -20,6 +20,8 @@ from tests.support.backends import Traffic, registered
 from tests.support.job import Job
 from tests.support.layouts import differing, local_of
 
+RANKS = 8
+
 _BATCHES: Final = [0, 300, 6 << 20]
 COLUMNS: Final = (Replicate(), Shard(0))
 """A weight whose rows are divided by tensor parallelism, the same on all data-parallel ranks."""

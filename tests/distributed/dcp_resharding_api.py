@@ -39,6 +39,8 @@ from tests.support.layouts import (
     sample_tensors,
 )
 
+RANKS = 4
+
 
 def _reshard(job: Job, folder: Path, before: Layout, after: Layout) -> dict[str, torch.Tensor]:
     tensors = sample_tensors()

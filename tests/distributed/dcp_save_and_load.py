@@ -38,6 +38,8 @@ from tests.support.layouts import (
     sample_tensors,
 )
 
+RANKS = 4
+
 
 class Counter:
     """State in an object, as a data loader or a scheduler keeps it."""

@@ -1,4 +1,5 @@
-"""Everything that several ranks do with a checkpoint, on the store under `HPDCP_TEST_STORE_URL`, from two ranks up.
+"""Everything that several ranks do with a checkpoint, on a folder and on S3; or, from two ranks up, on the store under
+`HPDCP_TEST_STORE_URL`.
 
 The store is looked at through its backend only, so that the same cases run on a folder, over NFS and on S3.
 `HPDCP_TEST_STORE_BROADCASTS` is `1` where ranks of one host should read what they share once, `0` where each should
@@ -8,10 +9,11 @@ how many times slower than usual the machine may be.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,15 @@ from hpdcp._format.file_names import mailbox_folder
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS
 from hpdcp._plan.save_plan import WriteItem
+from tests.services import s3
 from tests.support.job import Job
 from tests.support.layouts import Layout, differing, local_of
 from tests.support.planners import ToldPlanner
-from tests.support.stores import LOADED_ONCE, LOADED_ONCE_BYTES, layouts_of, tensors_of
+from tests.support.s3 import S3Server
+from tests.support.stores import LOADED_ONCE, LOADED_ONCE_BYTES, layouts_of, s3_environment, tensors_of
 from tests.support.workers import kill_worker, workers_of
+
+RANKS = 4
 
 PATIENCE = float(os.environ.get("HPDCP_TEST_PATIENCE", "1"))
 SOON = 60.0 * PATIENCE
@@ -50,10 +56,31 @@ MODES: dict[str, dict[str, bool]] = {
     "apart": {"use_collectives": False},
 }
 TOGETHER = ("gloo", "mailbox")
-ENGINES: tuple[dict[str, Any], ...] = ({},)
-"""Settings of the store that must not show in what is stored."""
-if os.environ["HPDCP_TEST_STORE_URL"].startswith("s3://"):
-    ENGINES = tuple({"backends": {"s3": {"engine": engine}}} for engine in ("obstore", "botocore"))
+KINDS = [os.environ.get("HPDCP_TEST_STORE", "given")] if "HPDCP_TEST_STORE_URL" in os.environ else ["folder", "s3"]
+
+
+@pytest.fixture(scope="module", autouse=True, params=KINDS)
+def kind(request: pytest.FixtureRequest, ranks: Job) -> Iterator[None]:
+    """What the store is; no upload to it is left open."""
+    yield
+    server = s3.address_from_environment()
+    if server is not None and ranks.rank == 0:
+        assert S3Server.at(server).open_uploads(os.environ["HPDCP_TEST_STORE_URL"]) == []
+
+
+def rank_environment(request: pytest.FixtureRequest, parameters: Mapping[str, object]) -> dict[str, str]:
+    """The store of that kind."""
+    if parameters["kind"] == "s3":
+        server: S3Server = request.getfixturevalue("s3_server")
+        return s3_environment(server, _place_on(server)) | {"HPDCP_TEST_STORE": "s3"}
+    folders: pytest.TempPathFactory = request.getfixturevalue("tmp_path_factory")
+    url = str(folders.getbasetemp() / "stores")
+    return {"HPDCP_TEST_STORE": "folder", "HPDCP_TEST_STORE_URL": url, "HPDCP_TEST_STORE_BROADCASTS": "0"}
+
+
+@functools.cache
+def _place_on(server: S3Server) -> str:
+    return server.new_prefix()
 
 
 @pytest.fixture(autouse=True)
@@ -276,10 +303,14 @@ def test_a_partial_load_takes_what_is_there_and_names_the_rest(ranks: Job, url: 
 
 def test_every_engine_of_the_store_loads_what_any_of_them_saved(ranks: Job, url: str, store: Backend) -> None:
     layouts = layouts_of(ranks.world_size)
-    for turn, saving in enumerate(ENGINES, start=1):
+    # Settings of the store that must not show in what is stored.
+    engines: list[dict[str, Any]] = [{}]
+    if url.startswith("s3://"):
+        engines = [{"backends": {"s3": {"engine": engine}}} for engine in ("obstore", "botocore")]
+    for turn, saving in enumerate(engines, start=1):
         with config.using(**saving):
             hpdcp.save(state_of(ranks, layouts["rows"], float(turn)), checkpoint_id=url)
-        for loading in ENGINES:
+        for loading in engines:
             with config.using(**loading):
                 check(ranks, url, float(turn), layouts["columns"])
         only_what_is_committed(ranks, store)

@@ -22,6 +22,8 @@ from hpdcp._base.errors import (
 from tests.support.job import Job
 from tests.support.layouts import FSDP_TP, FSDP_TP_SAME, LAYOUTS, TP2, TP4, Layout, differing, local_of, sample_tensors
 
+RANKS = 4
+
 
 def _contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}

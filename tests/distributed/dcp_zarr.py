@@ -35,6 +35,8 @@ from tests.support.layouts import (
     sample_tensors,
 )
 
+RANKS = 4
+
 
 @pytest.fixture(autouse=True)
 def zarr_layout() -> Iterator[None]:

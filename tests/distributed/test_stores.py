@@ -1,4 +1,4 @@
-"""One job of ranks per store, for everything that ranks do together."""
+"""What ranks do together on a store, seen from outside: on S3 by what is served, on NFS by two clients."""
 
 from __future__ import annotations
 
@@ -9,30 +9,24 @@ import pytest
 
 from tests.support.background import BackgroundRun
 from tests.support.proxy import Proxy
-from tests.support.ranks import run_ranks
+from tests.support.rank_group import started
+from tests.support.rank_items import run_test
 from tests.support.s3 import S3Server
-from tests.support.stores import LOADED_ONCE, LOADED_ONCE_BYTES
+from tests.support.stores import LOADED_ONCE, LOADED_ONCE_BYTES, s3_environment
 
 MATRIX = Path(__file__).with_name("dcp_stores.py")
 
 
-def test_four_ranks_on_a_folder(tmp_path: Path) -> None:
-    environment = {"HPDCP_TEST_STORE_URL": str(tmp_path), "HPDCP_TEST_STORE_BROADCASTS": "0"}
-    run_ranks(4, MATRIX, environment=environment, timeout=180)
-
-
-def test_four_ranks_on_s3_and_what_all_want_is_served_once(s3_server: S3Server, s3_proxy: Proxy) -> None:
+def test_what_all_ranks_want_is_served_once_by_s3(
+    request: pytest.FixtureRequest, s3_server: S3Server, s3_proxy: Proxy, tmp_path: Path
+) -> None:
     place = s3_server.new_prefix()
-    environment = s3_server.environment() | {
-        "HPDCP_TEST_STORE_URL": place,
-        "HPDCP_TEST_STORE_BROADCASTS": "1",
-        "HPDCP_TEST_STORE_METER": s3_proxy.url,
-        # As small as S3 takes them: what each rank writes of the larger checkpoint is sent in parts.
-        "HPDCP_BACKENDS__S3__PART_BYTES": "5MiB",
-        "HPDCP_BACKENDS__S3__PUT_BELOW": "5MiB",
-    }
-    run_ranks(4, MATRIX, environment=environment, timeout=300)
+    environment = s3_environment(s3_server, place) | {"HPDCP_TEST_STORE_METER": s3_proxy.url}
+    case = "tests/distributed/dcp_stores.py::test_a_replicated_model_loaded_once_where_requests_are_counted[given]"
+    with started(MATRIX, 4, environment, tmp_path / "ranks") as group:
+        run_test(request.config, group, case)
     served = s3_proxy.served("GetObject", rf"/{LOADED_ONCE}/_rank")
+    # What each rank writes of it is sent in parts.
     assert s3_proxy.received("UploadPart", rf"/{LOADED_ONCE}/_rank") >= LOADED_ONCE_BYTES
     # One copy; beside it the heads of the files, by which ranks recognise what they read.
     assert LOADED_ONCE_BYTES <= served < 1.02 * LOADED_ONCE_BYTES

@@ -28,11 +28,6 @@ class AnotherRankFailedError(Exception):
     """Raised where ranks meet, on those that are well."""
 
 
-def under_torchrun() -> bool:
-    """Whether this process is one rank of a job."""
-    return "RANK" in os.environ and "MASTER_PORT" in os.environ
-
-
 @dataclass(repr=False)
 class Job:
     """This rank's view of the job. Everything but the meshes goes through the rendezvous store, not the process group:

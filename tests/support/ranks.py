@@ -17,6 +17,11 @@ _TAIL = 12_000
 """Characters of output shown of a run that failed."""
 
 
+def is_rank() -> bool:
+    """Whether this process is one rank of a job."""
+    return "RANK" in os.environ and "MASTER_PORT" in os.environ
+
+
 def run_ranks(
     ranks: int, file: str | Path, *arguments: str, timeout: float = 120, environment: Mapping[str, str] | None = None
 ) -> str:

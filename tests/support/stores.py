@@ -9,11 +9,22 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.layouts import PLAIN, Layout, sample_tensors
+from tests.support.s3 import S3Server
 
 LOADED_ONCE: Final = "loaded-once"
 """Name of the checkpoint that all ranks load once, and do nothing else with after it is saved."""
 LOADED_ONCE_BYTES: Final = 24 << 20
 """Of tensors in it, all of which every rank wants; a rank of four writes more than the least part of an upload."""
+
+
+def s3_environment(server: S3Server, url: str) -> dict[str, str]:
+    """For ranks that test `url`, a place on the server: uploads in parts as small as S3 takes them."""
+    return server.environment() | {
+        "HPDCP_TEST_STORE_URL": url,
+        "HPDCP_TEST_STORE_BROADCASTS": "1",
+        "HPDCP_BACKENDS__S3__PART_BYTES": "5MiB",
+        "HPDCP_BACKENDS__S3__PUT_BELOW": "5MiB",
+    }
 
 
 def layouts_of(world: int) -> dict[str, Layout]:
