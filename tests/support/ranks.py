@@ -85,3 +85,4 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
         except psutil.NoSuchProcess:
             continue
     process.wait()
+    psutil.wait_procs(family, timeout=10)
