@@ -42,8 +42,8 @@ class Segment:
         self.size = size
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._map = mmap.mmap(descriptor, size, access=access)
-        self._lock: Callable[[], object] | None = None
-        self._asked: set[str] = set()
+        self._unlock: Callable[[], object] | None = None
+        self._tried: set[str] = set()
 
     def page_locked(self, kind: torch.device) -> bool:
         """Whether this kind of device copies straight into it; page-locked when first asked, all of it.
@@ -51,10 +51,10 @@ class Segment:
         That takes all of its memory at once, which is what the state takes: only segments added for a state that has
         grown are larger.
         """
-        if self._lock is None and kind.type not in self._asked:
-            self._asked.add(kind.type)
-            self._lock = lock_pages(memoryview(self._map), kind)
-        return self._lock is not None
+        if self._unlock is None and kind.type not in self._tried:
+            self._tried.add(kind.type)
+            self._unlock = lock_pages(memoryview(self._map), kind)
+        return self._unlock is not None
 
     @classmethod
     def create(cls, size: int) -> Segment:
@@ -75,9 +75,9 @@ class Segment:
 
     def close(self) -> None:
         """Close this process's descriptor; views that are still in use keep the memory."""
-        if self._lock is not None:
-            self._lock()
-            self._lock = None
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
         os.close(self.descriptor)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from hpdcp._background._arena import Segment, tensor_at
 from hpdcp._background._staging import StagedState
 from hpdcp._base.errors import InvalidArgumentError
+from hpdcp._base.splitting import batches
 from hpdcp._format.columns import I64, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan.planner import PlannerContext, SavePlanner
@@ -100,7 +101,9 @@ class StagedPlanner(SavePlanner):
         if self._fetch is None:
             yield from super().waves(plan)
             return
-        for rows in _waves(plan.nbytes, self._wave_bytes):
+        lengths: list[int] = plan.nbytes.tolist()
+        for batch in batches(range(len(lengths)), lengths.__getitem__, self._wave_bytes):
+            rows = np.array(batch, dtype=np.int64)
             # What was there is given up first, so that the trainer may use its memory again.
             self._memory, self._boxes = {}, {}
             self.hold(*self._fetch(plan.select(rows)))
@@ -126,15 +129,3 @@ class StagedPlanner(SavePlanner):
 
     def get_bytes(self, item: WriteItem) -> bytes:
         return bytes(self._memory[item.index])
-
-
-def _waves(nbytes: I64, most: int) -> Iterator[I64]:
-    """Rows in order, in groups that take at most `most` bytes, or one that takes more by itself."""
-    start = total = 0
-    for row, length in enumerate(nbytes.tolist()):
-        if row > start and total + length > most:
-            yield np.arange(start, row, dtype=np.int64)
-            start, total = row, 0
-        total += length
-    if start < len(nbytes):
-        yield np.arange(start, len(nbytes), dtype=np.int64)

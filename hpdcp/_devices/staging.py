@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from hpdcp._base.backend import spare_cores
+from hpdcp._base.splitting import cut_rows
 from hpdcp._base.timing import log_once
 from hpdcp._devices.device import SUB_BYTE_DTYPES, copy_into, device_module, tensor_over
 from hpdcp._devices.downloads import Downloads
@@ -136,14 +137,9 @@ def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of one copy for several threads; whole where it is small."""
+    """One copy cut into rows, for several threads; whole where it is small."""
     nbytes = target.numel() * target.element_size()
     if nbytes <= _COPY_BYTES or target.dim() == 0:
         return [(target, source)]
-    axis = next((axis for axis, size in enumerate(target.shape) if size > 1), 0)
-    rows = max(1, _COPY_BYTES * target.shape[axis] // nbytes)
-    return [
-        (target.narrow(axis, start, size), source.narrow(axis, start, size))
-        for start in range(0, target.shape[axis], rows)
-        for size in [min(rows, target.shape[axis] - start)]
-    ]
+    axis, rows = cut_rows(target.shape, _COPY_BYTES // target.element_size())
+    return [(target.narrow(axis, start, length), source.narrow(axis, start, length)) for start, length in rows]

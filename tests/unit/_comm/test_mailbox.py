@@ -133,7 +133,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_the_deadline_counts_from_the_last_message(tmp_path: Path) -> None:
+def test_the_timeout_counts_from_the_last_message(tmp_path: Path) -> None:
     """A rank takes longer altogether than the timeout, but others go on coming."""
 
     def work(mailbox: Mailbox) -> object:
@@ -157,7 +157,7 @@ def test_a_rank_known_to_be_dead_ends_the_wait_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_rank_that_leaves_since_it_cannot_send_ends_the_wait_long_before_the_deadline(
+def test_a_rank_that_leaves_since_it_cannot_send_ends_the_wait_long_before_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = LocalBackend.publish
@@ -227,7 +227,7 @@ def test_the_next_attempt_leaves_its_own_messages(tmp_path: Path) -> None:
     assert f"{mailbox_folder(ATTEMPT)}/0000.STATUS_1" in messages(tmp_path)
 
 
-def test_a_claim_that_means_harm_removes_nothing_outside(tmp_path: Path) -> None:
+def test_a_lease_that_means_harm_removes_nothing_outside(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     backend = LocalBackend(str(folder))
     Attempt.begin(backend, "x/../../precious")
@@ -261,7 +261,7 @@ def test_a_damaged_message_is_told_from_one_that_is_on_its_way(tmp_path: Path) -
         opened(tmp_path, 0, world=2)._gather("saving", b"+")
 
 
-def test_closing_without_the_others_last_word_takes_no_longer_than_the_deadline(tmp_path: Path) -> None:
+def test_closing_without_the_others_last_message_takes_no_longer_than_the_timeout(tmp_path: Path) -> None:
     began = time.monotonic()
     opened(tmp_path, 0, timeout=0.3).close()
     assert time.monotonic() - began < 3
