@@ -66,13 +66,11 @@ def name_of(number: int) -> str:
 
 def coordinator(kind: str, ranks: int, items: int) -> dict[str, float]:
     import numpy as np
-    import torch
 
-    from hpdcp._broadcast.reader_choice import choose_sources
-    from hpdcp._broadcast.walk import transport_dtype
+    from hpdcp._broadcast.reader_choice import GroupRules, choose_readers
     from hpdcp._format.columns import ChunkTable, ends_of, starts_of
     from hpdcp._format.strings import StringColumn
-    from hpdcp._plan.load_plan import ItemColumns, LoadPlan, TargetColumns, decision_bytes
+    from hpdcp._plan.load_plan import ItemColumns, LoadPlan, TargetColumns
 
     number = np.arange(items)
     shards = np.where(number % 10 == 9, 1, ranks) if kind == "fsdp" else np.full(items, ranks // 2)
@@ -98,22 +96,14 @@ def coordinator(kind: str, ranks: int, items: int) -> dict[str, float]:
         )
         nowhere = np.zeros(2 * items, dtype=np.int64)
         boxes = ChunkTable(np.arange(items, dtype=np.int64), ends, nowhere, sizes)
-        arrived.append(LoadPlan(names, dtypes, targets, ItemColumns(boxes, nowhere, first + shard, none)).to_bytes())
+        arrived.append(LoadPlan(names, dtypes, targets, ItemColumns(boxes, nowhere, first + shard)).to_bytes())
     clock = harness.Clock()
     local = clock.time("decode", lambda: [LoadPlan.from_bytes(plan) for plan in arrived])
-    plans, groups = clock.time(
-        "choose",
-        lambda: choose_sources(
-            local,
-            metadata,
-            itemsize=lambda name: getattr(torch, name).itemsize,
-            transport=transport_dtype,
-            shares=lambda group: True,
-            exists=lambda group: True,
-            batch_bytes=6 << 20,
-        ),
+    rules = GroupRules(
+        6 << 20, shares=lambda group: True, exists=lambda group: True, carries_devices=lambda group: False
     )
-    answers = clock.time("encode", lambda: [decision_bytes(p, mine) for p, mine in zip(plans, local, strict=True)])
+    plans, groups = clock.time("choose", lambda: choose_readers(local, metadata, rules))
+    answers = clock.time("encode", lambda: [plan.to_part(mine) for plan, mine in zip(plans, local, strict=True)])
     total = sum(clock.seconds.values())
     assert len(groups) == (1 if kind == "fsdp" else ranks // 2)
     return {

@@ -6,7 +6,6 @@ from hpdcp._format.metadata import (
     FORMAT_NAME,
     FORMAT_VERSION,
     NO_CHECKSUMS,
-    BroadcastInfo,
     BytesStorageMetadata,
     ChunkInfo,
     ChunkStorageMetadata,
@@ -19,6 +18,7 @@ from hpdcp._format.metadata import (
     StorageTable,
     TensorStorageMetadata,
 )
+from hpdcp._plan.shared_boxes import BroadcastInfo
 
 __all__ = [
     "BLOCK_BYTES",

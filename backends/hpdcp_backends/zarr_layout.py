@@ -30,7 +30,8 @@ from hpdcp._files.safetensors_layout import SafetensorsLayout, check_files
 from hpdcp._format.columns import EntryKind, EntryTable
 from hpdcp._format.metadata import Metadata, StorageInfo
 from hpdcp._plan.load_plan import ReadItem
-from hpdcp._plan.planner import LoadPlanner, SavePlanner
+from hpdcp._plan.planner import SavePlanner
+from hpdcp._plan.read_targets import ReadTargets
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.write_results import FileRecord, WriteResults
 from hpdcp._state.dtypes import dtype_of
@@ -237,15 +238,15 @@ class ZarrLayout(Layout):
         check_files(backend, metadata, {int(metadata.storage.file[item.storage_row]) for item in items})
 
     def read(
-        self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planner: LoadPlanner, verify: Verify
+        self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], targets: ReadTargets, verify: Verify
     ) -> None:
         if metadata.origin == foreign.ORIGIN:
-            foreign.read(backend, metadata, items, planner)
+            foreign.read(backend, metadata, items, targets)
             return
         objects = [item for item in items if item.kind is EntryKind.OBJECT]
-        self._objects.read(backend, metadata, objects, planner, verify)
+        self._objects.read(backend, metadata, objects, targets, verify)
         tensors = [item for item in items if item.kind is not EntryKind.OBJECT]
-        reads = [_box_read(metadata, item, planner) for item in tensors]
+        reads = [_box_read(metadata, item, targets) for item in tensors]
         if Compression.of(metadata.settings) is None:
             wanted = verify is Verify.ALWAYS or (verify is Verify.AUTO and backend.remote)
             checker = Checker(backend, partial_blocks=verify is Verify.ALWAYS) if wanted else None
@@ -253,7 +254,7 @@ class ZarrLayout(Layout):
         else:
             _read_compressed(backend, reads, None if verify is Verify.NEVER else Checker(backend, partial_blocks=False))
         for item, read in zip(tensors, reads, strict=True):
-            planner.apply_tensor(item, read.target)
+            targets.apply_tensor(item, read.target)
 
 
 def _sent_key(rank: int, attempt: str) -> str:
@@ -275,7 +276,7 @@ def _chunk(plan: SavePlan, nodes: Mapping[int, str], row: int, compression: Comp
     return Chunk(key, dtype, sizes, steps, compression)
 
 
-def _box_read(metadata: Metadata, item: ReadItem, planner: LoadPlanner) -> BoxRead:
+def _box_read(metadata: Metadata, item: ReadItem, targets: ReadTargets) -> BoxRead:
     stored = metadata.storage_info(item.storage_row)
     entry = int(metadata.chunks.entry[item.storage_row])
     _, sizes = metadata.chunks.box(item.storage_row)
@@ -289,7 +290,7 @@ def _box_read(metadata: Metadata, item: ReadItem, planner: LoadPlanner) -> BoxRe
             raise CorruptCheckpointError(
                 f"{fqn!r}: {list(sizes)} of {name} is not {stored.length} bytes; .metadata is damaged."
             )
-    return BoxRead(fqn, stored, dtype, sizes, Box(item.storage_offsets, item.lengths), planner.acquire_tensor(item))
+    return BoxRead(fqn, stored, dtype, sizes, Box(item.storage_offsets, item.lengths), targets.acquire_tensor(item))
 
 
 def _read_compressed(backend: Backend, reads: Sequence[BoxRead], checker: Checker | None) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hpdcp._convert.tensor_streams import FillTargets
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
@@ -35,14 +34,22 @@ def read_objects(reader: FileSystemReader, metadata: Metadata, rows: Sequence[in
     items = [
         ReadItem(index, metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT) for index, row in row_of.items()
     ]
-    found: dict[int, bytes] = {}
+    targets = _ObjectTargets()
+    reader.execute_read(reader.optimize_local_plan(LoadPlan.build(items)), targets)
+    return {row_of[index]: data for index, data in targets.found.items()}
 
-    def keep(item: ReadItem, data: bytes) -> None:
-        found[row_of[item.dest_index]] = data
 
-    def no_tensor(item: ReadItem) -> torch.Tensor:
+class _ObjectTargets:
+    """Keeps the bytes of Python values."""
+
+    def __init__(self) -> None:
+        self.found: dict[MetadataIndex, bytes] = {}
+
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
         raise AssertionError(f"{item.dest_index} is a Python value")
 
-    plan = reader.optimize_local_plan(LoadPlan.build(items))
-    reader.execute_read(plan, FillTargets(no_tensor, keep))
-    return found
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        raise AssertionError(f"{item.dest_index} is a Python value")
+
+    def apply_bytes(self, item: ReadItem, data: bytes) -> None:
+        self.found[item.dest_index] = data

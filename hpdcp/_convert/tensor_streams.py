@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextvars
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from operator import attrgetter
@@ -32,7 +32,7 @@ from hpdcp._files.read_engine import BoxRead, Checker, in_parallel, read_boxes
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan.load_plan import LoadPlan, ReadItem
-from hpdcp._plan.planner import LoadPlanner, PlannerContext
+from hpdcp._plan.planner import PlannerContext
 from hpdcp._state.geometry import Box
 from hpdcp._state.views import view_of_box
 
@@ -246,13 +246,13 @@ class TensorStreamer:
             assert step.box is not None
             targets[self._planner.index(step.request.row, step.box)] = part.view(step.box.sizes)
             items += self._planner.read_items(step.request.row, step.box)
-        planner = FillTargets(lambda item: targets[item.dest_index])
+        filled = _BoxTargets(targets)
         if self.is_plain:
             # By the engine itself: this checker remembers from block to block what it has compared.
-            reads = [self._box_read(item, planner.acquire_tensor(item)) for item in items]
+            reads = [self._box_read(item, filled.acquire_tensor(item)) for item in items]
             read_boxes(self.reader.backend, reads, self._checker)
         elif items:
-            self.reader.execute_read(LoadPlan.build(items), planner)
+            self.reader.execute_read(LoadPlan.build(items), filled)
 
     def _box_read(self, item: ReadItem, target: torch.Tensor) -> BoxRead:
         row, (_, sizes) = int(self.metadata.chunks.entry[item.storage_row]), self.metadata.chunks.box(item.storage_row)
@@ -261,41 +261,20 @@ class TensorStreamer:
         return BoxRead(item.dest_index.fqn, stored, self.dtype(row), sizes, box, target)
 
 
-class FillTargets(LoadPlanner):
-    """Hands a storage reader the memory for items that were planned elsewhere."""
+class _BoxTargets:
+    """Lets a storage reader fill boxes that are put together here."""
 
-    def __init__(
-        self,
-        target_of: Callable[[ReadItem], torch.Tensor],
-        take_bytes: Callable[[ReadItem, bytes], None] | None = None,
-    ) -> None:
-        self._target_of = target_of
-        self._take_bytes = take_bytes
-
-    def configure_planner(self, state_dict: object, metadata: Metadata, context: PlannerContext) -> None:
-        """Nothing: the items are planned."""
-
-    def build_local_plan(self) -> LoadPlan:
-        return LoadPlan.build([])
-
-    def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
-        return list(plans)
-
-    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+    def __init__(self, targets: Mapping[MetadataIndex, torch.Tensor]) -> None:
+        self._targets = targets
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
-        return view_of_box(self._target_of(item), item.dest_offsets, item.lengths)
+        return view_of_box(self._targets[item.dest_index], item.dest_offsets, item.lengths)
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing: the memory is what counts."""
 
     def apply_bytes(self, item: ReadItem, data: bytes) -> None:
-        assert self._take_bytes is not None
-        self._take_bytes(item, data)
-
-    def finish_load(self) -> None:
-        """Nothing."""
+        raise AssertionError(f"{item.dest_index} is a tensor")
 
 
 def aligned(part: torch.Tensor) -> torch.Tensor:

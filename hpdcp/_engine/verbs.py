@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hpdcp._base import config
 from hpdcp._base.timing import timed
-from hpdcp._broadcast.decision import DEFAULT_BATCH_BYTES, SharingOptions
+from hpdcp._broadcast.terms import DEFAULT_BATCH_BYTES, BroadcastOptions
 from hpdcp._comm.process_group import open_exchange
 from hpdcp._engine.load import load_state
 from hpdcp._engine.save import save_state
@@ -103,7 +103,7 @@ def load(
     with contextlib.ExitStack() as opened:
         load_state(
             state_dict,
-            sharing=lambda: SharingOptions.from_flags(
+            broadcasts=lambda: BroadcastOptions.from_flags(
                 configured=config.current().broadcast,
                 replicated_tensors=broadcast_replicated_tensors,
                 groups=broadcast_groups,

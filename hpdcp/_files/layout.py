@@ -14,7 +14,8 @@ from hpdcp._format.columns import EntryTable
 from hpdcp._format.file_names import DataFileName
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.load_plan import ReadItem
-from hpdcp._plan.planner import LoadPlanner, SavePlanner
+from hpdcp._plan.planner import SavePlanner
+from hpdcp._plan.read_targets import ReadTargets
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.write_results import FileRecord, WriteResults
 
@@ -162,6 +163,6 @@ class Layout(ABC):
 
     @abstractmethod
     def read(
-        self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planner: LoadPlanner, verify: Verify
+        self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], targets: ReadTargets, verify: Verify
     ) -> None:
-        """Fill every item: `apply_bytes` for objects, `acquire_tensor` and `apply_tensor` for tensors."""
+        """Fill every item: `apply_bytes` for objects, `acquire_tensor` and then `apply_tensor` for tensors."""

@@ -31,11 +31,12 @@ from hpdcp._format.file_names import LEASE, METADATA, is_data_key, rank_metadata
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.agreement import check_agreement
 from hpdcp._plan.load_plan import LoadPlan
-from hpdcp._plan.planner import LoadPlanner, PlannerContext
+from hpdcp._plan.planner import PlannerContext
+from hpdcp._plan.read_targets import ReadTargets
 from hpdcp._plan.replicas import merge_rank_metadata
 from hpdcp._plan.storage import RankMetadata, StorageReader
 
-_READS_AT_ONCE: Final = 4
+_MAX_CONCURRENT_READS: Final = 4
 """Shards or batches of them on their way across a network while one is broadcast."""
 
 
@@ -86,8 +87,8 @@ class FileSystemReader(StorageReader):
         return self.backend.shares_page_cache
 
     @property
-    def reads_at_once(self) -> int:
-        return _READS_AT_ONCE if self.backend.remote else 1
+    def max_concurrent_reads(self) -> int:
+        return _MAX_CONCURRENT_READS if self.backend.remote else 1
 
     @property
     def backend(self) -> Backend:
@@ -162,9 +163,9 @@ class FileSystemReader(StorageReader):
         check_agreement([{"location": plan.storage_data["url"]} for plan in plans])
         return list(plans)
 
-    def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def execute_read(self, plan: LoadPlan, targets: ReadTargets) -> None:
         with self.missing_files_explained():
-            self._layout.read(progress.counted(self.backend), self._known, plan.items, planner, self._wanted_checks)
+            self._layout.read(progress.counted(self.backend), self._known, plan.items, targets, self._wanted_checks)
 
     @property
     def _wanted_checks(self) -> Verify:

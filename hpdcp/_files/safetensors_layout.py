@@ -32,7 +32,8 @@ from hpdcp._format.container import MAX_HEADER_BYTES, PREFIX_BYTES, TensorEntry,
 from hpdcp._format.dtypes import SAFETENSORS_NAMES
 from hpdcp._format.metadata import Metadata, StorageInfo
 from hpdcp._plan.load_plan import ReadItem
-from hpdcp._plan.planner import LoadPlanner, SavePlanner
+from hpdcp._plan.planner import SavePlanner
+from hpdcp._plan.read_targets import ReadTargets
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
 from hpdcp._state.dtypes import dtype_of
@@ -109,7 +110,7 @@ class SafetensorsLayout(Layout):
         check_files(backend, metadata, {int(metadata.storage.file[item.storage_row]) for item in items})
 
     def read(
-        self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planner: LoadPlanner, verify: Verify
+        self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], targets: ReadTargets, verify: Verify
     ) -> None:
         wanted = verify is Verify.ALWAYS or (verify is Verify.AUTO and backend.remote)
         checked = wanted and metadata.has_checksums
@@ -119,12 +120,12 @@ class SafetensorsLayout(Layout):
         for item, extent, data in zip(objects, stored, read_extents(backend, stored), strict=True):
             # Small and decoded by code: always checked, whatever `verify` says of bulk data.
             (checker or Checker(backend, partial_blocks=False)).check(extent, item.dest_index.fqn, 0, memoryview(data))
-            planner.apply_bytes(item, bytes(data))
+            targets.apply_bytes(item, bytes(data))
         tensors = [item for item in items if item.kind is not EntryKind.OBJECT]
-        reads = [_box_read(metadata, item, planner) for item in tensors]
+        reads = [_box_read(metadata, item, targets) for item in tensors]
         read_boxes(backend, reads, checker)
         for item, read in zip(tensors, reads, strict=True):
-            planner.apply_tensor(item, read.target)
+            targets.apply_tensor(item, read.target)
 
 
 def read_header(backend: Backend, key: str, size: int) -> bytes:
@@ -160,7 +161,7 @@ def _check_file(backend: Backend, metadata: Metadata, file: int) -> None:
         )
 
 
-def _box_read(metadata: Metadata, item: ReadItem, planner: LoadPlanner) -> BoxRead:
+def _box_read(metadata: Metadata, item: ReadItem, targets: ReadTargets) -> BoxRead:
     stored = metadata.storage_info(item.storage_row)
     entry = int(metadata.chunks.entry[item.storage_row])
     _, sizes = metadata.chunks.box(item.storage_row)
@@ -170,7 +171,7 @@ def _box_read(metadata: Metadata, item: ReadItem, planner: LoadPlanner) -> BoxRe
         raise CorruptCheckpointError(
             f"{fqn!r}: {list(sizes)} of {name} is not {stored.length} bytes; .metadata is damaged."
         )
-    return BoxRead(fqn, stored, dtype, sizes, Box(item.storage_offsets, item.lengths), planner.acquire_tensor(item))
+    return BoxRead(fqn, stored, dtype, sizes, Box(item.storage_offsets, item.lengths), targets.acquire_tensor(item))
 
 
 class _DataFile:

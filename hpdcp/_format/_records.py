@@ -76,22 +76,6 @@ class ChunkInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class BroadcastInfo:
-    """How one destination chunk reaches the ranks that want it."""
-
-    group: tuple[int, ...]
-    """Ranks that want the identical chunk, ascending."""
-    source: int
-    """The rank that reads it."""
-    transport_dtype: str
-    """torch's name of the dtype on the wire: the stored one, or "uint8" where the process group cannot send it."""
-    direct: bool
-    """Whether every member receives straight into its target; False: through staging."""
-    on_device: bool = False
-    """Whether it goes from device to device, in a process group that carries their tensors; False: over hosts."""
-
-
-@dataclass(frozen=True, slots=True)
 class MetadataIndex:
     """Names one item: (fqn, offsets, sizes, owner). Objects have empty offsets and sizes."""
 

@@ -17,7 +17,6 @@ import numpy as np
 from hpdcp._base.errors import CorruptCheckpointError, UnsupportedFormatError
 from hpdcp._format._records import (
     CHUNK_INFO,
-    BroadcastInfo,
     BytesStorageMetadata,
     ChunkInfo,
     ChunkStorageMetadata,
@@ -39,7 +38,6 @@ __all__ = [
     "FORMAT_VERSION",
     "MOST_RANKS",
     "NO_CHECKSUMS",
-    "BroadcastInfo",
     "BytesStorageMetadata",
     "ChunkInfo",
     "ChunkStorageMetadata",
@@ -77,6 +75,8 @@ class Metadata:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Small facts: `world_size`, `attempt`, `layout`, and for one rank's part `rank`, `run`, `ordinal`. Of files that
     something else wrote: `origin`, and `checksums` where none were recorded."""
+    encoded: bytes | None = field(default=None, init=False, repr=False, compare=False)
+    """The file that this was read from, of which the columns are views; None where it was made otherwise."""
 
     @property
     def world_size(self) -> int:
@@ -174,6 +174,8 @@ class Metadata:
             )
             check_columns(metadata.entries, metadata.chunks, metadata.storage, has_checksums=metadata.has_checksums)
             check_entries(metadata.entries, metadata.chunks, metadata.settings, metadata.find)
+            if isinstance(data, bytes):
+                object.__setattr__(metadata, "encoded", data)
         except (KeyError, ValueError, IndexError) as error:
             raise CorruptCheckpointError(f"{where} is damaged: {error}. Load an earlier checkpoint.") from error
         return metadata

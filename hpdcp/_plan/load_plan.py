@@ -1,6 +1,6 @@
 """What one rank reads: items, the chunks they fill, and which of these one rank reads for several.
 
-Held as columns, like a save plan; items, targets and shared parts become objects when somebody looks at them.
+Held as columns, like a save plan; items and targets become objects when somebody looks at them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import numpy.typing as npt
 
 from hpdcp._format.columns import I64, ChunkTable, Columns, EntryKind, column, strings_from, strings_to
 from hpdcp._format.container import pack_columns, unpack_columns
-from hpdcp._format.metadata import BroadcastInfo, MetadataIndex
+from hpdcp._format.metadata import MetadataIndex
 from hpdcp._format.strings import StringColumn
+from hpdcp._plan.shared_boxes import DIRECT, ON_DEVICE, SharedBox, SharedColumns, offsets_and_sizes
+
+_REVISIONS: Final = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,6 @@ class ReadItem:
     lengths: tuple[int, ...]
     """The box's sizes."""
     kind: EntryKind = EntryKind.TENSOR
-    source: int | None = None
-    """Rank that reads it for the replica group; None when each rank reads its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +53,8 @@ class LoadTarget:
     """Whether it is on the device that this rank computes on, so that a process group of the device reaches it."""
 
 
-DIRECT: Final = 1
-ON_DEVICE: Final = 2
-
-
 def _flags(target: LoadTarget) -> int:
     return DIRECT * target.direct | ON_DEVICE * target.on_device
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPart:
-    """A part of a destination chunk that one rank reads for all that want it."""
-
-    index: MetadataIndex
-    """The destination chunk, the same on all of them."""
-    offsets: tuple[int, ...]
-    """Where the part starts in the chunk."""
-    sizes: tuple[int, ...]
-    stored_dtype: str
-    """torch's name of the dtype of the bytes that are read and sent."""
-    info: BroadcastInfo
-
-    def as_item(self) -> ReadItem:
-        """The part as a box to fill, wherever its bytes come from."""
-        nowhere = (0,) * len(self.sizes)
-        return ReadItem(self.index, -1, self.offsets, nowhere, self.sizes, source=self.info.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,69 +80,6 @@ class ItemColumns:
     storage_offsets: I64
     """In the stored chunk; laid out like `boxes.offsets`."""
     storage_row: I64
-    source: I64
-    """-1 where each rank reads its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedColumns:
-    """Shared parts, row by row, in the order in which every rank walks them."""
-
-    boxes: ChunkTable
-    """`entry` is a row of the targets; offsets are in the destination chunk."""
-    group: I64
-    """Row of `groups`."""
-    source: I64
-    stored_dtype: npt.NDArray[np.int32]
-    """Row of the shared dtype names."""
-    transport_dtype: npt.NDArray[np.int32]
-    direct: npt.NDArray[np.uint8]
-    """`DIRECT`, `ON_DEVICE`, both or none."""
-    dtype_names: StringColumn
-    group_ends: I64
-    group_ranks: I64
-    """The groups that this rank shares with, each the ranks of one after another."""
-
-    @classmethod
-    def none(cls) -> SharedColumns:
-        no_rows, no_codes = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
-        boxes, names = ChunkTable.from_boxes([], []), StringColumn.from_strings([])
-        return cls(boxes, no_rows, no_rows, no_codes, no_codes, np.zeros(0, dtype=np.uint8), names, no_rows, no_rows)
-
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        """The groups' ranks, in order."""
-        bounds = [0, *self.group_ends.tolist()]
-        ranks = self.group_ranks.tolist()
-        return [tuple(ranks[a:b]) for a, b in itertools.pairwise(bounds)]
-
-    def to_columns(self) -> dict[str, npt.NDArray[np.generic]]:
-        columns: dict[str, npt.NDArray[np.generic]] = {
-            **self.boxes.to_columns("shared."),
-            "shared.group": self.group,
-            "shared.source": self.source,
-            "shared.stored_dtype": self.stored_dtype,
-            "shared.transport_dtype": self.transport_dtype,
-            "shared.direct": self.direct,
-            "group.ends": self.group_ends,
-            "group.ranks": self.group_ranks,
-        }
-        strings_to(columns, "shared.dtype_name", self.dtype_names)
-        return columns
-
-    @classmethod
-    def from_columns(cls, columns: Columns) -> SharedColumns:
-        return cls(
-            ChunkTable.from_columns(columns, "shared."),
-            column(columns, "shared.group", np.int64),
-            column(columns, "shared.source", np.int64),
-            column(columns, "shared.stored_dtype", np.int32),
-            column(columns, "shared.transport_dtype", np.int32),
-            column(columns, "shared.direct", np.uint8),
-            strings_from(columns, "shared.dtype_name"),
-            column(columns, "group.ends", np.int64),
-            column(columns, "group.ranks", np.int64),
-        )
 
 
 class LoadPlan:
@@ -178,6 +93,9 @@ class LoadPlan:
         items: ItemColumns,
         shared: SharedColumns | None = None,
         storage_data: Mapping[str, str] | None = None,
+        *,
+        broadcast_terms: bytes = b"",
+        revision: int | None = None,
     ) -> None:
         self.names = names
         self.dtype_names = dtype_names
@@ -185,6 +103,12 @@ class LoadPlan:
         self.item_columns = items
         self.shared_columns = shared or SharedColumns.none()
         self.storage_data: Mapping[str, str] = storage_data or {}
+        """What storage readers of several ranks tell one another; planners pass it on untouched."""
+        self.broadcast_terms = broadcast_terms
+        """What ranks tell one another of broadcasts, encoded by `hpdcp._broadcast.terms`: on the way to the coordinator
+        what this rank asks for, on the way back what was decided."""
+        self.revision = next(_REVISIONS) if revision is None else revision
+        """Equal, in one process, for plans of the same targets and items."""
 
     @classmethod
     def build(cls, items: Sequence[ReadItem], targets: Iterable[LoadTarget] = ()) -> LoadPlan:
@@ -211,7 +135,6 @@ class LoadPlan:
                 ),
                 np.array([x for item in items for x in item.storage_offsets], dtype=np.int64),
                 np.array([item.storage_row for item in items], dtype=np.int64),
-                np.array([-1 if item.source is None else item.source for item in items], dtype=np.int64),
             ),
         )
         plan.items = tuple(items)
@@ -222,7 +145,7 @@ class LoadPlan:
     def indexes(self) -> list[MetadataIndex]:
         """The destination chunk of each row of the targets."""
         columns, names = self.target_columns, list(self.names)
-        rows = zip(columns.boxes.entry.tolist(), _boxes(columns.boxes), columns.owners.tolist(), strict=True)
+        rows = zip(columns.boxes.entry.tolist(), offsets_and_sizes(columns.boxes), columns.owners.tolist(), strict=True)
         return [
             MetadataIndex(names[entry], offsets, sizes, None if owner < 0 else owner)
             for entry, (offsets, sizes), owner in rows
@@ -245,63 +168,58 @@ class LoadPlan:
         picked = zip(
             boxes.entry[rows].tolist(),
             columns.storage_row[rows].tolist(),
-            columns.source[rows].tolist(),
-            _boxes(boxes.take(rows)),
-            _boxes(begins.take(rows)),
+            offsets_and_sizes(boxes.take(rows)),
+            offsets_and_sizes(begins.take(rows)),
             strict=True,
         )
         return [
-            ReadItem(
-                indexes[target],
-                storage_row,
-                offsets,
-                storage_offsets,
-                lengths,
-                kinds[target],
-                None if source < 0 else source,
-            )
-            for target, storage_row, source, (offsets, lengths), (storage_offsets, _) in picked
+            ReadItem(indexes[target], storage_row, offsets, storage_offsets, lengths, kinds[target])
+            for target, storage_row, (offsets, lengths), (storage_offsets, _) in picked
         ]
 
     @cached_property
-    def shared(self) -> tuple[SharedPart, ...]:
-        """Parts that one rank reads for several, in the order in which all walk them."""
-        columns, indexes, groups = self.shared_columns, self.indexes, self.shared_columns.groups
-        names = list(columns.dtype_names)
-        infos: dict[tuple[int, int, int, int], BroadcastInfo] = {}
-        found = []
-        for target, (offsets, sizes), stored, *how in zip(
-            columns.boxes.entry.tolist(),
-            _boxes(columns.boxes),
-            columns.stored_dtype.tolist(),
-            columns.group.tolist(),
-            columns.source.tolist(),
-            columns.transport_dtype.tolist(),
-            columns.direct.tolist(),
-            strict=True,
-        ):
-            group, source, transport, direct = key = (how[0], how[1], how[2], how[3])
-            info = infos.get(key)
-            if info is None:
-                info = infos[key] = BroadcastInfo(
-                    groups[group], source, names[transport], bool(direct & DIRECT), bool(direct & ON_DEVICE)
-                )
-            found.append(SharedPart(indexes[target], offsets, sizes, names[stored], info))
-        return tuple(found)
+    def shared(self) -> tuple[SharedBox, ...]:
+        """What one rank reads for several, in the order in which all walk it."""
+        return self.shared_columns.as_boxes(self.indexes)
 
     def __len__(self) -> int:
         return len(self.item_columns.storage_row)
 
     def with_storage_data(self, storage_data: Mapping[str, str]) -> LoadPlan:
         """The same plan, carrying `storage_data`."""
-        return self._with(self.shared_columns, storage_data)
+        return self._changed(self.shared_columns, storage_data, self.broadcast_terms)
 
     def with_shared(self, shared: SharedColumns) -> LoadPlan:
         """The same plan, of which `shared` is read by one rank for several."""
-        return self._with(shared, self.storage_data)
+        return self._changed(shared, self.storage_data, self.broadcast_terms)
 
-    def _with(self, shared: SharedColumns, storage_data: Mapping[str, str]) -> LoadPlan:
-        plan = LoadPlan(self.names, self.dtype_names, self.target_columns, self.item_columns, shared, storage_data)
+    def with_broadcast_terms(self, terms: bytes) -> LoadPlan:
+        """The same plan, carrying `terms`."""
+        return self._changed(self.shared_columns, self.storage_data, terms)
+
+    def without_shared(self, shared: LoadPlan) -> LoadPlan:
+        """What is left to read of this plan once all that `shared` has one rank read for several is there.
+
+        `shared` is the plan this one was made of, or the same.
+        """
+        filled = shared.shared_columns.boxes.entry
+        if self.revision == shared.revision:
+            rest = ~np.isin(self.item_columns.boxes.entry, filled)
+            return LoadPlan.build(self.items_at(np.flatnonzero(rest)))
+        indexes = {shared.indexes[row] for row in set(filled.tolist())}
+        return LoadPlan.build([item for item in self.items if item.dest_index not in indexes])
+
+    def _changed(self, shared: SharedColumns, storage_data: Mapping[str, str], terms: bytes) -> LoadPlan:
+        plan = LoadPlan(
+            self.names,
+            self.dtype_names,
+            self.target_columns,
+            self.item_columns,
+            shared,
+            storage_data,
+            broadcast_terms=terms,
+            revision=self.revision,
+        )
         if "items" in self.__dict__:
             plan.items = self.items
         if "indexes" in self.__dict__:
@@ -320,16 +238,37 @@ class LoadPlan:
             **items.boxes.to_columns("item."),
             "item.storage_offsets": items.storage_offsets,
             "item.storage_row": items.storage_row,
-            "item.source": items.source,
-            **self.shared_columns.to_columns(),
+            **self._decided_columns(),
         }
         strings_to(columns, "name", self.names)
         strings_to(columns, "dtype_name", self.dtype_names)
         return pack_columns(columns, self.storage_data)
 
+    def to_part(self, local: LoadPlan) -> bytes:
+        """As `to_bytes`, for the rank that has `local`: without what it can take from there."""
+        if self.revision == local.revision:
+            return pack_columns(self._decided_columns(), self.storage_data)
+        return self.to_bytes()
+
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> LoadPlan:
         columns, storage_data = unpack_columns(data, where="a load plan")
+        return cls._from_columns(columns, storage_data)
+
+    @classmethod
+    def from_part(cls, data: bytes | memoryview, local: LoadPlan) -> LoadPlan:
+        """What `to_part` wrote for the rank that has `local`."""
+        columns, storage_data = unpack_columns(data, where="a rank's part of a load plan")
+        if "target.kind" in columns:
+            return cls._from_columns(columns, storage_data)
+        return local._changed(SharedColumns.from_columns(columns), storage_data, _terms_in(columns))
+
+    def _decided_columns(self) -> dict[str, npt.NDArray[np.generic]]:
+        terms = np.frombuffer(self.broadcast_terms, dtype=np.uint8)
+        return {**self.shared_columns.to_columns(), "broadcast.terms": terms}
+
+    @classmethod
+    def _from_columns(cls, columns: Columns, storage_data: Mapping[str, str]) -> LoadPlan:
         return cls(
             strings_from(columns, "name"),
             strings_from(columns, "dtype_name"),
@@ -344,46 +283,12 @@ class LoadPlan:
                 ChunkTable.from_columns(columns, "item."),
                 column(columns, "item.storage_offsets", np.int64),
                 column(columns, "item.storage_row", np.int64),
-                column(columns, "item.source", np.int64),
             ),
             SharedColumns.from_columns(columns),
             storage_data,
+            broadcast_terms=_terms_in(columns),
         )
 
 
-def _boxes(table: ChunkTable) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of every row."""
-    offsets, sizes = table.offsets.tolist(), table.sizes.tolist()
-    bounds = itertools.pairwise([0, *table.ends.tolist()])
-    return [(tuple(offsets[a:b]), tuple(sizes[a:b])) for a, b in bounds]
-
-
-def decision_bytes(plan: LoadPlan, local: LoadPlan) -> bytes:
-    """A rank's part of the global plan; what the rank has in its local plan already is not sent back to it."""
-    if plan.item_columns is local.item_columns and plan.target_columns is local.target_columns:
-        return b"s" + pack_columns(plan.shared_columns.to_columns(), plan.storage_data)
-    return b"w" + plan.to_bytes()
-
-
-def decided_plan(decision: bytes, local: LoadPlan) -> LoadPlan:
-    """The part that `decision_bytes` encoded, on the rank whose local plan is `local`."""
-    if decision[:1] == b"w":
-        return LoadPlan.from_bytes(memoryview(decision)[1:])
-    columns, storage_data = unpack_columns(memoryview(decision)[1:], where="a load plan")
-    return local.with_shared(SharedColumns.from_columns(columns)).with_storage_data(storage_data)
-
-
-def cut_items(
-    items: Sequence[ReadItem], offsets: tuple[int, ...], sizes: tuple[int, ...], source: int
-) -> list[ReadItem]:
-    """What `items`, all of one destination chunk, contribute to the part of it at `offsets`, read by `source`."""
-    found = []
-    for item in items:
-        low = tuple(map(max, item.dest_offsets, offsets))
-        ends = zip(item.dest_offsets, item.lengths, offsets, sizes, strict=True)
-        lengths = tuple(min(a + an, b + bn) - at for (a, an, b, bn), at in zip(ends, low, strict=True))
-        if all(length > 0 for length in lengths):
-            begins = zip(item.storage_offsets, low, item.dest_offsets, strict=True)
-            moved = tuple(s + at - a for s, at, a in begins)
-            found.append(ReadItem(item.dest_index, item.storage_row, low, moved, lengths, item.kind, source))
-    return found
+def _terms_in(columns: Columns) -> bytes:
+    return column(columns, "broadcast.terms", np.uint8).tobytes()

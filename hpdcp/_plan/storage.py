@@ -9,9 +9,11 @@ from pathlib import Path
 from hpdcp._base import config
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import NotSupportedError
+from hpdcp._base.renames import warn_renamed
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.load_plan import LoadPlan
-from hpdcp._plan.planner import LoadPlanner, PlannerContext, SavePlanner
+from hpdcp._plan.planner import PlannerContext, SavePlanner
+from hpdcp._plan.read_targets import ReadTargets
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.write_results import WriteResults
 
@@ -153,10 +155,14 @@ class StorageReader(ABC):
         return False
 
     @property
-    def reads_at_once(self) -> int:
-        """Calls of `execute_read` that one rank may have under way, from threads; more than one where each is a journey
-        across a network."""
-        return 1
+    def max_concurrent_reads(self) -> int:
+        """Calls of `execute_read` that one rank may have in flight, from threads; more than one where each of them
+        waits for a network."""
+        earlier: int | None = getattr(self, "reads_at_once", None)
+        if earlier is None:
+            return 1
+        warn_renamed(f"{type(self).__name__}.reads_at_once", "max_concurrent_reads")
+        return earlier
 
     @property
     def mismatch_advice(self) -> str:
@@ -198,8 +204,8 @@ class StorageReader(ABC):
         return list(plans)
 
     @abstractmethod
-    def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Fill every item of the plan."""
+    def execute_read(self, plan: LoadPlan, targets: ReadTargets) -> None:
+        """Fill every item of the plan. `targets` is the planner, or memory from which a broadcast is sent."""
 
 
 class RankMetadata(ABC):

@@ -20,7 +20,7 @@ import hpdcp
 from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, StandardLoadPlanner
 from hpdcp._base import config
 from hpdcp._base.errors import CorruptCheckpointError, HpdcpError, InvalidArgumentError, RankFailedError, StorageError
-from hpdcp._broadcast import decision, reader_choice
+from hpdcp._broadcast import _facts, _stripes, reader_choice
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.load_plan import LoadPlan, ReadItem
 from tests.support.backends import Traffic, registered
@@ -158,7 +158,7 @@ def test_a_group_that_spans_hosts_broadcasts_and_one_within_a_host_does_not(
     tensors = {"w": torch.arange(64.0).reshape(8, 8)}
     layouts = (DP2_TP2, PAIRS, REPLICATED)
     hpdcp.save(_full(ranks, tensors, layouts), checkpoint_id=folder)
-    monkeypatch.setattr(decision, "host_id", lambda: f"host {ranks.rank // 2}")
+    monkeypatch.setattr(_facts, "host_id", lambda: f"host {ranks.rank // 2}")
     targets = _blank(ranks, tensors, layouts)
     with config.using(backend="counting-here"), _new_groups(monkeypatch) as made:
         hpdcp.load(targets, checkpoint_id=folder)
@@ -318,7 +318,7 @@ def test_a_large_shard_is_read_in_parts_by_its_members(
     targets: dict[str, torch.Tensor] = REPLICATED.blank_all(ranks, tensors)
     if ranks.rank == 2:
         targets["embedding"] = torch.full((64, 64), ranks.sentinel()).t()
-    monkeypatch.setattr(reader_choice, "STRIPE_BYTES", 4096)
+    monkeypatch.setattr(_stripes, "STRIPE_BYTES", 4096)
     hpdcp.load(targets, checkpoint_id=folder, broadcast_batch_bytes=batch_bytes)
     for key, full in tensors.items():
         assert torch.equal(local_of(targets[key]), full), key

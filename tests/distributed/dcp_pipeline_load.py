@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import hpdcp
 from hpdcp._base import config
-from hpdcp._broadcast import reader_choice, walk
+from hpdcp._broadcast import _stripes, walk
 from tests.support.backends import Traffic, registered
 from tests.support.job import Job
 from tests.support.layouts import (
@@ -179,7 +179,7 @@ def test_random_states_load_as_a_single_process_reads_them(
     hpdcp.load(single, checkpoint_id=folder, use_collectives=False)
     assert all(torch.equal(single[name], full) for name, full in tensors.items())
     expected = loaded_as.place_all(ranks, single)
-    monkeypatch.setattr(reader_choice, "STRIPE_BYTES", chosen.choice([64, 1000, 64 << 20]))
+    monkeypatch.setattr(_stripes, "STRIPE_BYTES", chosen.choice([64, 1000, 64 << 20]))
     for shared in (True, False, None):
         targets = {name: _blank(loaded_as, ranks, full) for name, full in single.items()}
         batch_bytes = chosen.choice([0, 50, 400, 6 << 20])

@@ -26,7 +26,7 @@ from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
 from hpdcp._format.metadata import NO_CHECKSUMS, Metadata, StorageTable
 from hpdcp._format.strings import StringColumn
 from hpdcp._plan.load_plan import ReadItem
-from hpdcp._plan.planner import LoadPlanner
+from hpdcp._plan.read_targets import ReadTargets
 from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.paths import decode_path, encode_path, fqn_of
 from hpdcp_backends._zarr.metadata import NODE, ZARR_NAMES
@@ -88,7 +88,7 @@ def group_metadata(backend: Backend) -> Metadata:
     )
 
 
-def read(backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+def read(backend: Backend, metadata: Metadata, items: Sequence[ReadItem], targets: ReadTargets) -> None:
     """Fill every item from the arrays; a chunk that is not there is its array's fill value, as zarr has it."""
     group = _open(backend)
     for item in items:
@@ -97,7 +97,7 @@ def read(backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planne
         dtype = dtype_of(entry.dtype, fqn=entry.fqn)
         path = info.key.rpartition("/")[0]
         array = _zarr_says(backend, path, partial(_array_at, group, path))
-        target = planner.acquire_tensor(item)
+        target = targets.acquire_tensor(item)
         deeper = (slice(None),) * (array.ndim - len(entry.shape))
         for start, stop in _slabs(array, item.storage_offsets, item.lengths):
             begins = item.storage_offsets
@@ -111,7 +111,7 @@ def read(backend: Backend, metadata: Metadata, items: Sequence[ReadItem], planne
             data = np.ascontiguousarray(data.astype(data.dtype.newbyteorder("="), copy=False))
             flat = device.tensor_over(data.reshape(-1).view(np.uint8).data)
             device.copy_into(into, flat.view(dtype).view(into.shape))
-        planner.apply_tensor(item, target)
+        targets.apply_tensor(item, target)
 
 
 def _array_at(group: zarr.Group, path: str) -> zarr.Array[Any]:

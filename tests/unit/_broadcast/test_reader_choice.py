@@ -1,4 +1,4 @@
-"""Who reads what several ranks want: groups, sources, stripes, bundles, and the one order of it all."""
+"""Who reads what several ranks want: groups, reader ranks, stripes, and the one order of it all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpdcp._broadcast import reader_choice
-from hpdcp._broadcast.reader_choice import Group, choose_sources
-from hpdcp._broadcast.walk import transport_dtype
+from hpdcp._broadcast import _stripes, reader_choice
+from hpdcp._broadcast.reader_choice import GroupRules, choose_readers
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
 from hpdcp._format.metadata import Metadata, MetadataIndex
-from hpdcp._plan.load_plan import LoadPlan, LoadTarget, ReadItem, SharedPart, decided_plan, decision_bytes
+from hpdcp._plan.load_plan import LoadPlan, LoadTarget, ReadItem
+from hpdcp._plan.shared_boxes import Group, SharedBox
 
 Shape = tuple[int, ...]
 Stored = Mapping[str, tuple[str, Shape]]
@@ -58,26 +58,19 @@ def _choose(
 ) -> tuple[list[LoadPlan], list[Group]]:
     """The final plans, as each rank gets them."""
     arrived = [LoadPlan.from_bytes(plan.to_bytes()) for plan in plans]
-    decided, groups = choose_sources(
-        arrived,
-        metadata,
-        itemsize=lambda name: getattr(torch, name).itemsize,
-        transport=transport_dtype,
-        shares=shares,
-        exists=exists,
-        batch_bytes=batch_bytes,
-    )
-    sent = [decision_bytes(plan, mine) for plan, mine in zip(decided, arrived, strict=True)]
-    return [decided_plan(part, mine) for part, mine in zip(sent, plans, strict=True)], groups
+    rules = GroupRules(batch_bytes, shares, exists, carries_devices=lambda group: False)
+    decided, groups = choose_readers(arrived, metadata, rules)
+    sent = [plan.to_part(mine) for plan, mine in zip(decided, arrived, strict=True)]
+    return [LoadPlan.from_part(part, mine) for part, mine in zip(sent, plans, strict=True)], groups
 
 
-def _bytes(part: SharedPart) -> int:
-    return math.prod(part.sizes) * getattr(torch, part.stored_dtype).itemsize
+def _bytes(box: SharedBox) -> int:
+    return math.prod(box.sizes) * getattr(torch, box.stored_dtype).itemsize
 
 
 def _loads(plans: Sequence[LoadPlan]) -> list[int]:
-    """Bytes that each rank is the source of."""
-    return [sum(_bytes(part) for part in plan.shared if part.info.source == rank) for rank, plan in enumerate(plans)]
+    """Bytes that each rank reads for others."""
+    return [sum(_bytes(box) for box in plan.shared if box.info.reader_rank == rank) for rank, plan in enumerate(plans)]
 
 
 def test_only_what_several_ranks_want_alike_is_shared() -> None:
@@ -90,7 +83,7 @@ def test_only_what_several_ranks_want_alike_is_shared() -> None:
     ]
     decided, groups = _choose(plans, metadata)
     assert groups == [(0, 1)]
-    assert [[part.index.fqn for part in plan.shared] for plan in decided] == [["a", "c"], ["a", "c"], []]
+    assert [[box.index.fqn for box in plan.shared] for plan in decided] == [["a", "c"], ["a", "c"], []]
     assert decided[0].shared == decided[1].shared
     assert [plan.items for plan in decided] == [plan.items for plan in plans]
 
@@ -103,7 +96,7 @@ def test_what_ranks_read_for_themselves_counts_before_they_read_for_others() -> 
     assert _loads(decided) == [0, 800, 800, 800]
 
 
-def test_large_parts_are_given_out_first() -> None:
+def test_large_boxes_are_given_out_first() -> None:
     sizes = (7, 7, 6, 6, 5, 4, 4, 3)
     stored: Stored = {f"s{n}": ("float32", (size,)) for n, size in enumerate(reversed(sizes))}
     metadata = _metadata(stored)
@@ -124,9 +117,9 @@ def test_the_order_is_that_of_the_files() -> None:
     wanted = [box for box in _whole(stored) if box[0] != "m"] + [("m", (0, 0), (1, 2)), ("m", (1, 0), (1, 2))]
     decided, _ = _choose([_plan(metadata, wanted), _plan(metadata, wanted[::-1])], metadata)
     for plan in decided:
-        order = [(part.index.fqn, part.index.offsets) for part in plan.shared]
+        order = [(box.index.fqn, box.index.offsets) for box in plan.shared]
         assert order == [("k", (0,)), ("z", (0,)), ("b", (0,)), ("é", (0,)), ("m", (0, 0)), ("m", (1, 0)), ("a", (0,))]
-    transport = {part.index.fqn: part.info.transport_dtype for part in decided[0].shared}
+    transport = {box.index.fqn: box.info.transport_dtype for box in decided[0].shared}
     assert transport == {"k": "uint8", "z": "float64", "b": "float32", "é": "float32", "m": "bfloat16", "a": "int8"}
 
 
@@ -135,10 +128,10 @@ def test_all_members_must_be_able_to_receive_straight() -> None:
     metadata = _metadata(stored)
     straight, strided = _plan(metadata, _whole(stored)), _plan(metadata, _whole(stored, "b"), direct=False)
     decided, _ = _choose([straight, straight, strided], metadata)
-    assert {part.index.fqn: part.info.direct for part in decided[0].shared} == {"a": True, "b": False}
+    assert {box.index.fqn: box.info.direct for box in decided[0].shared} == {"a": True, "b": False}
     other = LoadPlan.build(straight.items, [LoadTarget(item.dest_index, "float64", True) for item in straight.items])
     decided, _ = _choose([straight, other], metadata)
-    assert [part.info.direct for part in decided[0].shared] == [False, False]
+    assert [box.info.direct for box in decided[0].shared] == [False, False]
 
 
 def test_what_the_planner_does_not_describe_is_never_shared() -> None:
@@ -170,7 +163,7 @@ def test_names_of_one_stored_tensor_are_shared_under_each_rank_s_own_name() -> N
     ]
     decided, groups = _choose(plans, metadata)
     assert groups == [(0, 1, 2, 3), (2, 3)]
-    assert [[part.index.fqn for part in plan.shared] for plan in decided] == [
+    assert [[box.index.fqn for box in plan.shared] for plan in decided] == [
         ["embed"],
         ["head"],
         ["embed", "head"],
@@ -180,40 +173,40 @@ def test_names_of_one_stored_tensor_are_shared_under_each_rank_s_own_name() -> N
 
 @pytest.mark.parametrize("shape", [(64, 16), (1, 1024), (2, 512), (1024,), (3, 5, 70), (2, 1, 700)])
 @pytest.mark.parametrize("members", [2, 3, 4])
-def test_a_large_chunk_is_cut_into_parts_for_its_members(
+def test_a_large_chunk_is_cut_into_boxes_for_its_members(
     shape: Shape, members: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_choice, "STRIPE_BYTES", 1024)
+    monkeypatch.setattr(_stripes, "STRIPE_BYTES", 1024)
     stored: Stored = {"large": ("float32", shape), "small": ("float32", (16,))}
     metadata = _metadata(stored)
     decided, _ = _choose([_plan(metadata, _whole(stored))] * members, metadata)
-    parts = [part for part in decided[0].shared if part.index.fqn == "large"]
+    boxes = [box for box in decided[0].shared if box.index.fqn == "large"]
     covered = torch.zeros(shape, dtype=torch.int64)
-    for part in parts:
-        where = tuple(slice(a, a + n) for a, n in zip(part.offsets, part.sizes, strict=True))
-        assert covered[where].is_contiguous() and _bytes(part) <= 1024
+    for box in boxes:
+        where = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
+        assert covered[where].is_contiguous() and _bytes(box) <= 1024
         covered[where] += 1
     assert bool((covered == 1).all())
     loads = _loads(decided)
-    assert max(loads) - min(loads) <= max(_bytes(part) for part in parts)
-    assert [part.offsets for part in parts] == sorted(part.offsets for part in parts)
+    assert max(loads) - min(loads) <= max(_bytes(box) for box in boxes)
+    assert [box.offsets for box in boxes] == sorted(box.offsets for box in boxes)
 
 
 def test_elements_wider_than_a_stripe_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_choice, "STRIPE_BYTES", 4)
+    monkeypatch.setattr(_stripes, "STRIPE_BYTES", 4)
     stored: Stored = {"a": ("complex128", (3,)), "b": ("complex128", ())}
     metadata = _metadata(stored)
     decided, _ = _choose([_plan(metadata, _whole(stored))] * 2, metadata)
-    assert [part.sizes for part in decided[0].shared] == [(1,), (1,), (1,), ()]
+    assert [box.sizes for box in decided[0].shared] == [(1,), (1,), (1,), ()]
 
 
-def test_small_neighbours_go_to_one_source_and_the_bytes_are_even() -> None:
+def test_small_neighbours_go_to_one_rank_and_the_bytes_are_even() -> None:
     mib = 1 << 20
     stored: Stored = {f"s{n:03d}": ("uint8", (mib // 16,)) for n in range(512)}
     metadata = _metadata(stored)
     decided, _ = _choose([_plan(metadata, _whole(stored))] * 4, metadata, batch_bytes=6 * mib)
-    sources_in_order = [part.info.source for part in decided[0].shared]
-    changes = sum(a != b for a, b in itertools.pairwise(sources_in_order))
+    readers_in_order = [box.info.reader_rank for box in decided[0].shared]
+    changes = sum(a != b for a, b in itertools.pairwise(readers_in_order))
     assert changes == 7  # 32 MiB in eight runs of 4 MiB
     assert _loads(decided) == [8 * mib] * 4
 
@@ -244,8 +237,8 @@ def test_of_new_groups_those_that_save_the_most_bytes_are_made(monkeypatch: pyte
     decided, groups = _choose(plans, metadata, exists=lambda group: len(group) == 4)
     # Two members spare one read, three spare two.
     assert groups == [(0, 1), (0, 1, 2), (0, 1, 2, 3)]
-    assert [part.index.fqn for part in decided[3].shared] == ["all"]
-    assert [part.index.fqn for part in decided[2].shared] == ["all", "triple"]
+    assert [box.index.fqn for box in decided[3].shared] == ["all"]
+    assert [box.index.fqn for box in decided[2].shared] == ["all", "triple"]
 
 
 def test_a_group_that_does_not_share_reads_for_itself() -> None:
@@ -254,7 +247,7 @@ def test_a_group_that_does_not_share_reads_for_itself() -> None:
     plans = [_plan(metadata, _whole(stored)), _plan(metadata, _whole(stored)), _plan(metadata, _whole(stored, "all"))]
     decided, groups = _choose(plans, metadata, shares=lambda group: len(group) > 2)
     assert groups == [(0, 1, 2)]
-    assert [[part.index.fqn for part in plan.shared] for plan in decided] == [["all"]] * 3
+    assert [[box.index.fqn for box in plan.shared] for plan in decided] == [["all"]] * 3
 
 
 def test_nothing_wanted_and_nothing_stored_is_fine() -> None:
@@ -281,14 +274,14 @@ def test_each_rank_s_parts_are_the_same_walk(data: st.DataObject) -> None:
     order: dict[tuple[str, Shape], int] = {}
     edges = set()
     for rank, plan in enumerate(decided):
-        walk = [(part.index.fqn, part.offsets) for part in plan.shared]
+        walk = [(box.index.fqn, box.offsets) for box in plan.shared]
         assert len(set(walk)) == len(walk)
         edges |= {(a, b) for i, a in enumerate(walk) for b in walk[i + 1 :]}
-        for part in plan.shared:
-            assert rank in part.info.group and part.info.source in part.info.group
-            assert part.info.group in groups
-            assert part in decided[part.info.source].shared
-            order.setdefault((part.index.fqn, part.offsets), len(order))
+        for box in plan.shared:
+            assert rank in box.info.group and box.info.reader_rank in box.info.group
+            assert box.info.group in groups
+            assert box in decided[box.info.reader_rank].shared
+            order.setdefault((box.index.fqn, box.offsets), len(order))
     assert not {(b, a) for a, b in edges} & edges
     wanted_by: dict[str, list[int]] = {}
     for rank, plan in enumerate(plans):
@@ -296,4 +289,4 @@ def test_each_rank_s_parts_are_the_same_walk(data: st.DataObject) -> None:
             wanted_by.setdefault(item.dest_index.fqn, []).append(rank)
     assert {fqn for fqn, _ in order} == {fqn for fqn, ranks_ in wanted_by.items() if len(ranks_) > 1}
     for plan in decided:
-        assert all(list(part.info.group) == wanted_by[part.index.fqn] for part in plan.shared)
+        assert all(list(box.info.group) == wanted_by[box.index.fqn] for box in plan.shared)

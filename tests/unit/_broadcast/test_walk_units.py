@@ -1,4 +1,4 @@
-"""Which broadcasts carry which parts: the same on all members, in one order; and reading ahead of them."""
+"""Which broadcasts carry which boxes: the same on all members, in one order; and reading ahead of them."""
 
 from __future__ import annotations
 
@@ -13,79 +13,73 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpdcp._broadcast import walk
-from hpdcp._broadcast.walk import (
-    READ_AHEAD,
-    STATUS_BYTES,
-    _ReadAhead,
-    broadcast_groups_for_load,
-    transport_dtype,
-    units_of,
-)
-from hpdcp._format.metadata import BroadcastInfo, MetadataIndex
-from hpdcp._plan.load_plan import SharedPart
-
-Group = tuple[int, ...]
+from hpdcp._base.errors import PeerLostError
+from hpdcp._broadcast import _units
+from hpdcp._broadcast._read_ahead import READ_AHEAD, ReadAhead
+from hpdcp._broadcast._units import STATUS_BYTES, Unit, transport_dtype, units_of
+from hpdcp._broadcast.groups import broadcast_groups_for_load
+from hpdcp._format.metadata import MetadataIndex
+from hpdcp._plan.shared_boxes import BroadcastInfo, Group, SharedBox
 
 
-def _part(number: int, count: int, group: Group = (0, 1), source: int = 0, dtype: str = "float32") -> SharedPart:
+def _box(number: int, count: int, group: Group = (0, 1), reader_rank: int = 0, dtype: str = "float32") -> SharedBox:
     index = MetadataIndex(f"{number:04d}", (0,), (count,))
-    return SharedPart(index, (0,), (count,), dtype, BroadcastInfo(group, source, transport_dtype(dtype), True))
+    return SharedBox(index, (0,), (count,), dtype, BroadcastInfo(group, reader_rank, transport_dtype(dtype), True))
 
 
-def _named(units: Sequence[walk._Unit]) -> list[list[str]]:
-    return [[part.index.fqn for part in unit.parts] for unit in units]
+def _named(units: Sequence[Unit]) -> list[list[str]]:
+    return [[box.index.fqn for box in unit.boxes] for unit in units]
 
 
-def test_without_batches_each_part_goes_by_itself() -> None:
-    parts = [_part(n, 8) for n in range(4)]
-    units = units_of(parts, 0)
+def test_without_batches_each_box_goes_by_itself() -> None:
+    boxes = [_box(n, 8) for n in range(4)]
+    units = units_of(boxes, 0)
     assert _named(units) == [["0000"], ["0001"], ["0002"], ["0003"]]
     assert not any(unit.batch for unit in units)
 
 
-def test_small_parts_of_one_group_source_and_dtype_go_together_up_to_the_limit() -> None:
-    parts = [_part(0, 8), _part(1, 8, source=1), _part(2, 8), _part(3, 8, dtype="int32"), _part(4, 8), _part(5, 8)]
-    units = units_of(parts, 96)
+def test_small_boxes_of_one_group_reader_rank_and_dtype_go_together_up_to_the_limit() -> None:
+    boxes = [_box(0, 8), _box(1, 8, reader_rank=1), _box(2, 8), _box(3, 8, dtype="int32"), _box(4, 8), _box(5, 8)]
+    units = units_of(boxes, 96)
     assert _named(units) == [["0000", "0002", "0004"], ["0001"], ["0003"], ["0005"]]
     assert [unit.nbytes for unit in units] == [96, 32, 32, 32]
     assert all(unit.batch for unit in units)
 
 
-def test_a_part_as_large_as_the_limit_goes_by_itself_and_leaves_the_open_batch_open() -> None:
-    units = units_of([_part(0, 4), _part(1, 16), _part(2, 4)], 64)
+def test_a_box_as_large_as_the_limit_goes_by_itself_and_leaves_the_open_batch_open() -> None:
+    units = units_of([_box(0, 4), _box(1, 16), _box(2, 4)], 64)
     assert _named(units) == [["0000", "0002"], ["0001"]]
     assert [unit.batch for unit in units] == [True, False]
 
 
 def test_dtypes_that_travel_as_bytes_are_not_mixed() -> None:
-    units = units_of([_part(0, 3, dtype="int16"), _part(1, 3, dtype="bool"), _part(2, 3, dtype="int16")], 100)
+    units = units_of([_box(0, 3, dtype="int16"), _box(1, 3, dtype="bool"), _box(2, 3, dtype="int16")], 100)
     assert _named(units) == [["0000", "0002"], ["0001"]]
     assert {unit.transport for unit in units} == {"uint8"}
 
 
-def test_a_source_says_how_it_fares_after_so_many_bytes_of_single_parts() -> None:
+def test_a_reader_rank_says_whether_it_failed_after_so_many_bytes_of_single_boxes() -> None:
     large = STATUS_BYTES // 4 // 2
-    parts = [_part(0, large), _part(1, large, source=1), _part(2, large), _part(3, 1), _part(4, large, group=(0, 2))]
-    units = units_of(parts, 0)
+    boxes = [_box(0, large), _box(1, large, reader_rank=1), _box(2, large), _box(3, 1), _box(4, large, group=(0, 2))]
+    units = units_of(boxes, 0)
     assert _named(units) == [["0000"], ["0001"], ["0002"], [], ["0003"], ["0004"]]
-    assert (units[3].group, units[3].source, units[3].transport) == ((0, 1), 0, "uint8")
+    assert (units[3].group, units[3].reader_rank, units[3].transport) == ((0, 1), 0, "uint8")
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_member_of_a_group_forms_the_same_broadcasts_whatever_else_it_walks(data: st.DataObject) -> None:
     groups = [(0, 1), (0, 2), (1, 2), (0, 1, 2), (1, 2, 3), (0, 3)]
-    parts = []
+    boxes = []
     for number in range(data.draw(st.integers(0, 40))):
         group = data.draw(st.sampled_from(groups))
         dtype = data.draw(st.sampled_from(["float32", "int16", "int8"]))
-        parts.append(_part(number, data.draw(st.integers(1, 40)), group, data.draw(st.sampled_from(group)), dtype))
+        boxes.append(_box(number, data.draw(st.integers(1, 40)), group, data.draw(st.sampled_from(group)), dtype))
     batch_bytes = data.draw(st.sampled_from([0, 16, 64, 1000]))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(walk, "STATUS_BYTES", data.draw(st.sampled_from([32, 100, 1 << 20])))
-        walks = [units_of([part for part in parts if rank in part.info.group], batch_bytes) for rank in range(4)]
-        everything = units_of(parts, batch_bytes)
+        patched.setattr(_units, "STATUS_BYTES", data.draw(st.sampled_from([32, 100, 1 << 20])))
+        walks = [units_of([box for box in boxes if rank in box.info.group], batch_bytes) for rank in range(4)]
+        everything = units_of(boxes, batch_bytes)
     for rank, units in enumerate(walks):
         assert units == [unit for unit in everything if rank in unit.group]
 
@@ -107,26 +101,26 @@ _SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("_SETTING", defau
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_only_so_many_units_are_read_and_not_taken_and_all_come_in_order(threads: int) -> None:
-    units = units_of([_part(n, 8) for n in range(10)], 0)
+    units = units_of([_box(n, 8) for n in range(10)], 0)
     read: list[int] = []
     most = READ_AHEAD + threads - 1
     _SETTING.set("inside")
 
-    def load(unit: walk._Unit) -> str:  # what is read is of no concern here
+    def load(unit: Unit) -> str:  # what is read is of no concern here
         assert threading.current_thread() is not threading.main_thread()
         assert _SETTING.get() == "inside"
         read.append(1)
         time.sleep(0.01 * (len(read) % 3))
-        return unit.parts[0].index.fqn
+        return unit.boxes[0].index.fqn
 
-    ahead = _ReadAhead(units, load, threads=threads)  # type: ignore[arg-type]
+    ahead = ReadAhead(units, load, threads=threads)  # type: ignore[arg-type]
     for taken in range(10):
         deadline = time.monotonic() + 5
         while len(read) < min(10, taken + most) and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.005)
         assert len(read) == min(10, taken + most)
-        assert ahead.take() == f"{taken:04d}"
+        assert ahead.next() == f"{taken:04d}"
     ahead.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "hpdcp-read-ahead"]
 
@@ -134,29 +128,29 @@ def test_only_so_many_units_are_read_and_not_taken_and_all_come_in_order(threads
 def test_units_are_read_at_the_same_time_by_several_threads() -> None:
     met = threading.Barrier(3)
 
-    def load(unit: walk._Unit) -> str:
+    def load(unit: Unit) -> str:
         met.wait(timeout=30)
-        return unit.parts[0].index.fqn
+        return unit.boxes[0].index.fqn
 
-    ahead = _ReadAhead(units_of([_part(n, 8) for n in range(6)], 0), load, threads=3)  # type: ignore[arg-type]
-    assert [ahead.take() for _ in range(6)] == [f"{n:04d}" for n in range(6)]
+    ahead = ReadAhead(units_of([_box(n, 8) for n in range(6)], 0), load, threads=3)  # type: ignore[arg-type]
+    assert [ahead.next() for _ in range(6)] == [f"{n:04d}" for n in range(6)]
     ahead.close()
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_a_walk_that_is_given_up_leaves_no_thread(taken: int, threads: int) -> None:
-    units = units_of([_part(n, 8) for n in range(10)], 0)
-    ahead = _ReadAhead(units, lambda unit: unit, threads=threads)  # type: ignore[arg-type,return-value]
+    units = units_of([_box(n, 8) for n in range(10)], 0)
+    ahead = ReadAhead(units, lambda unit: unit, threads=threads)  # type: ignore[arg-type,return-value]
     for _ in range(taken):
-        ahead.take()
+        ahead.next()
     ahead.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "hpdcp-read-ahead"]
 
 
 def test_nothing_to_read_starts_no_thread() -> None:
     before = threading.active_count()
-    ahead = _ReadAhead([], lambda unit: pytest.fail("nothing is to be read"), threads=4)
+    ahead = ReadAhead([], lambda unit: pytest.fail("nothing is to be read"), threads=4)
     assert threading.active_count() == before
     ahead.close()
 
@@ -173,7 +167,7 @@ def test_groups_made_before_one_that_fails_are_destroyed(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.distributed, "new_group", make)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", alive.remove)
     with (
-        pytest.raises(walk.PeerLostError, match=r"making a process group of the ranks \(1, 2\)"),
+        pytest.raises(PeerLostError, match=r"making a process group of the ranks \(1, 2\)"),
         broadcast_groups_for_load([(0, 1), (1, 2)], {}, me=1, timeout=timedelta(seconds=1)),
     ):
         pytest.fail("there are no groups to use")
