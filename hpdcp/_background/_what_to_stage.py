@@ -15,7 +15,7 @@ from hpdcp._base.config import Config
 from hpdcp._engine.save import plan_key
 from hpdcp._plan.plan_cache import PLANS, CachedPlan
 from hpdcp._plan.planner import PlannerContext, SavePlanner
-from hpdcp._plan.replicas import SMALL_REPLICA_BYTES
+from hpdcp._plan.replica_checks import SMALL_REPLICA_BYTES
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.storage import StorageWriter
 

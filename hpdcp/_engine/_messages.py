@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from hpdcp._format.container import pack_columns, unpack_columns
-from hpdcp._plan.replicas import ReplicaReport
+from hpdcp._plan.replica_checks import ReplicaReport
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.write_results import WriteResults
 

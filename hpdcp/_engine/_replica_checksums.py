@@ -11,7 +11,7 @@ from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._format.checksums import block_checksums
 from hpdcp._format.columns import EntryKind
 from hpdcp._plan.planner import SavePlanner
-from hpdcp._plan.replicas import ReplicaReport, left_to_others
+from hpdcp._plan.replica_checks import ReplicaReport, left_to_others
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.whole_plan import held_boxes
 from hpdcp._state.objects import is_pickled

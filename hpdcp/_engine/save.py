@@ -20,7 +20,7 @@ from hpdcp._format.metadata import Metadata
 from hpdcp._plan.agreement import check_agreement
 from hpdcp._plan.plan_cache import PLANS, CachedPlan
 from hpdcp._plan.planner import PlannerContext, SavePlanner
-from hpdcp._plan.replicas import check_left_out, check_replicas
+from hpdcp._plan.replica_checks import check_left_out, check_replicas
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.storage import StorageWriter
 from hpdcp._plan.whole_plan import WholePlan, join_results

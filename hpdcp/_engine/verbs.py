@@ -39,7 +39,7 @@ def save(
         state_dict: a dict of tensors (DTensors, plain, ragged), Python values, `PerRank` state, objects with
             `state_dict()` and `load_state_dict()`, and dicts, lists and tuples of these. Nothing of it is changed.
         checkpoint_id: the folder or URL. An existing checkpoint there is replaced in one step, at the very end.
-        storage_writer: in place of the configured one; with a `checkpoint_id`, that is handed to it.
+        storage_writer: in place of the configured one; with a `checkpoint_id`, it is given that.
         planner: in place of `StandardSavePlanner()`.
         no_dist: save this process's state alone, as rank 0 of 1, and publish `0.metadata`.
         use_collectives: False: each rank saves what it holds and publishes `{rank}.metadata`, waiting for nobody. All
@@ -84,7 +84,7 @@ def load(
     Args:
         state_dict: the targets. Objects with `load_state_dict()` get their state through it at the end.
         checkpoint_id: the folder or URL.
-        storage_reader: in place of the configured one; with a `checkpoint_id`, that is handed to it.
+        storage_reader: in place of the configured one; with a `checkpoint_id`, it is given that.
         planner: in place of `StandardLoadPlanner()`.
         no_dist: load in this process alone, without its process group.
         use_collectives: False: each rank reads the metadata and its part by itself. All ranks must pass the same value.

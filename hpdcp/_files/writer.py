@@ -68,7 +68,7 @@ class FileSystemWriter(StorageWriter):
     Args:
         checkpoint_id: folder or URL; may be left out when `save` is given one.
         backend, layout: names that go before the configuration's.
-        storage_options: handed to fsspec untouched.
+        storage_options: passed to fsspec as they are.
     """
 
     def __init__(

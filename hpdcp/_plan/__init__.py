@@ -2,5 +2,5 @@
 
 In come every rank's boxes and names, out come every rank's plan and the metadata of the whole checkpoint.
 Face: `planner`, `storage` (contracts), `agreement`, `save_plan`, `load_plan`, `write_results`, `whole_plan`,
-`replicas`, `plan_cache`, `stored_index`, `standard_planner`.
+`replicas`, `replica_checks`, `fingerprint`, `plan_cache`, `stored_index`, `standard_planner`.
 """

@@ -125,15 +125,15 @@ class _Names:
     def __init__(self, tables: _Tables, *, world_size: int) -> None:
         every = tables.every
         named = every.names()
-        self._place = dict(zip(sorted(dict.fromkeys(named)), itertools.count(), strict=False))
-        """fqn, as `EntryTable.names` spells it → its place among all."""
-        place = np.fromiter(map(self._place.__getitem__, named), dtype=np.int64, count=len(named))
+        self._number = dict(zip(sorted(dict.fromkeys(named)), itertools.count(), strict=False))
+        """fqn, as `EntryTable.names` spells it → its number among all, sorted."""
+        number = np.fromiter(map(self._number.__getitem__, named), dtype=np.int64, count=len(named))
         others, self._other_ranks = tables.others_owned()
         self.position = np.concatenate([np.arange(len(every)), others])
         """Rows of the tables: each of them, then again what further ranks own."""
         owners = np.concatenate([every.owners, self._other_ranks])
         self._span = max(world_size, int(owners.max(initial=0)) + 1) + 1
-        codes = place[self.position] * self._span + owners + 1
+        codes = number[self.position] * self._span + owners + 1
         # Whoever holds something of a name is asked first what it is.
         order = np.lexsort((~tables.holds[self.position], codes))
         starts = np.ones(len(order), dtype=np.bool_)
@@ -160,10 +160,10 @@ class _Names:
 
     def find(self, fqn: str) -> int | None:
         """The merged row of `fqn` as shared state."""
-        place = self._place.get(fqn.encode("utf-8", "surrogatepass").decode("latin-1"))
-        if place is None:
+        number = self._number.get(fqn.encode("utf-8", "surrogatepass").decode("latin-1"))
+        if number is None:
             return None
-        code = place * self._span
+        code = number * self._span
         row = int(np.searchsorted(self._codes, code))
         return row if row < len(self._codes) and int(self._codes[row]) == code else None
 

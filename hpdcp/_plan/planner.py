@@ -42,8 +42,8 @@ class SavePlanner(ABC):
                             collectives every rank calls it on its own plan alone)
     4. `finalize_plan`      every rank, with its part of the global plan
     5. `waves`, and in each `expect`, then `get_parts` / `get_tensor` / `get_bytes`  every rank, once or more for each
-                            item of its final plan, for what it compares with other ranks and for what it hands over
-                            to them, from one thread; a box may be inside one that this rank planned
+                            item of its final plan, for what it compares with other ranks and for what it sends
+                            them, from one thread; a box may be inside one that this rank planned
     6. `finish_write`       every rank
 
     Where `cache_key` says on every rank that an earlier plan is right for this state, 2 and 3 are skipped, and

@@ -9,7 +9,7 @@ from hpdcp import Metadata, StandardSavePlanner
 from hpdcp._base.errors import StateDictError
 from hpdcp._plan import replicas
 from hpdcp._plan.planner import PlannerContext
-from hpdcp._plan.replicas import check_left_out
+from hpdcp._plan.replica_checks import check_left_out
 from hpdcp._plan.save_plan import SavePlan
 
 

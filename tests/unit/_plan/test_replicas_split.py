@@ -11,8 +11,9 @@ from hpdcp._base.config import ReplicaCheck
 from hpdcp._base.errors import ReplicaMismatchError
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex, StorageInfo
-from hpdcp._plan import replicas
-from hpdcp._plan.replicas import ReplicaReport, check_replicas, drop_duplicates, left_to_others
+from hpdcp._plan import replica_checks, replicas
+from hpdcp._plan.replica_checks import ReplicaReport, check_replicas, left_to_others
+from hpdcp._plan.replicas import drop_duplicates
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._plan.whole_plan import WholePlan, held_boxes, join_results
 from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
@@ -165,7 +166,7 @@ def test_a_name_tied_on_one_rank_only_may_be_large_too() -> None:
 def test_what_is_compared_is_as_configured(
     check: ReplicaCheck, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "SMALL_REPLICA_BYTES", 10)
+    monkeypatch.setattr(replica_checks, "SMALL_REPLICA_BYTES", 10)
     monkeypatch.setattr(replicas, "SPLIT_BYTES", 10**6)
     local = [plan(big=(4000,), small=(3,)) for _ in range(2)]
     written, _ = split(local)
