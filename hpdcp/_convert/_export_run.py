@@ -22,7 +22,7 @@ from hpdcp._convert.selection import Selected, preference
 from hpdcp._convert.tensor_streams import TensorStreamer
 from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._files import registry
-from hpdcp._state.sharding import tie_key
+from hpdcp._state.ties import tie_key
 from hpdcp._state.tree import flatten_state_dict
 
 Progress = Callable[[int, int], None]

@@ -34,7 +34,8 @@ from hpdcp._state.dtypes import dtype_name, dtype_of, find_dtype
 from hpdcp._state.geometry import Box, intersect, relative
 from hpdcp._state.mismatches import Problems, Trouble, listed
 from hpdcp._state.paths import Path, build_tree, decode_path, encode_path
-from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards, tie_key
+from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards
+from hpdcp._state.ties import tie_key
 from hpdcp._state.tree import Leaf, StateTree, pick, walk
 from hpdcp._state.views import view_of_box
 

@@ -30,17 +30,10 @@ from hpdcp._base.errors import (
 )
 from hpdcp._format.container import TensorEntry, build_header, parse_header
 from hpdcp._format.dtypes import DTYPE_BITS
-from hpdcp._state._typed_json import (
-    MAX_DEPTH,
-    Encoder,
-    Json,
-    MissingClassError,
-    NotTypedError,
-    Part,
-    TooDeepError,
-    dumps,
-    loads,
-)
+from hpdcp._state._array_data import NotTypedError
+from hpdcp._state._classes import MissingClassError
+from hpdcp._state._typed_json import MAX_DEPTH, Attachment, Encoder, Json, TooDeepError, dumps
+from hpdcp._state._typed_reading import loads
 
 _TREE: Final = "hpdcp.object"
 """Name of the JSON in a container's metadata."""
@@ -78,10 +71,10 @@ def encode(value: object, *, key: str) -> EncodedObject:
         return EncodedObject(encode_basestring(value).encode("ascii"), False)
     if (type(value) is float and isfinite(value)) or (type(value) is int and -(1 << 63) < value < 1 << 63):
         return EncodedObject(repr(value).encode("ascii"), False)
-    parts: list[Part] = []
+    attachments: list[Attachment] = []
     try:
-        tree = Encoder(parts).encode(value)
-        return EncodedObject(_pack(tree, parts) if parts else dumps(tree).encode("utf-8"), False)
+        tree = Encoder(attachments).encode(value)
+        return EncodedObject(_pack(tree, attachments) if attachments else dumps(tree).encode("utf-8"), False)
     except NotTypedError as error:
         return _pickle(value, key, str(error))
     except (TooDeepError, RecursionError) as error:
@@ -131,21 +124,19 @@ def decode(data: bytes | bytearray | memoryview, *, key: str, allow_pickle: bool
         ) from error
 
 
-def _pack(tree: Json, parts: list[Part]) -> bytes:
+def _pack(tree: Json, attachments: list[Attachment]) -> bytes:
     # Widest first keeps every entry aligned, which readers that map the file rely on.
-    order = sorted(range(len(parts)), key=lambda index: -DTYPE_BITS[parts[index].dtype_name])
-    entries = [
-        TensorEntry(str(index), parts[index].dtype_name, parts[index].shape, len(parts[index].data)) for index in order
-    ]
+    order = sorted(enumerate(attachments), key=lambda numbered: -DTYPE_BITS[numbered[1].dtype_name])
+    entries = [TensorEntry(str(number), each.dtype_name, each.shape, len(each.data)) for number, each in order]
     header, _ = build_header(entries, {_TREE: dumps(tree)}, align=_ALIGN)
-    return b"".join([header, *(parts[index].data for index in order)])
+    return b"".join([header, *(each.data for _, each in order)])
 
 
 def _unpack(data: memoryview, key: str, allow_pickle: bool) -> Any:
     header = parse_header(data, len(data), where=f"the stored value of {key!r}")
     found = {entry.key: data[entry.offset : entry.offset + entry.nbytes] for entry in header.entries}
-    parts = [found[str(index)] for index in range(len(found))]
-    return loads(header.metadata[_TREE], parts, import_classes=allow_pickle)
+    attachments = [found[str(index)] for index in range(len(found))]
+    return loads(header.metadata[_TREE], attachments, import_classes=allow_pickle)
 
 
 def _pickle(value: object, key: str, kind: str) -> EncodedObject:

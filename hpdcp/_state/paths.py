@@ -17,19 +17,10 @@ from hpdcp._base.errors import (
     StateDictError,
     UnsupportedTypeError,
 )
-from hpdcp._state._typed_json import (
-    MAX_DEPTH,
-    Encoder,
-    Json,
-    MissingClassError,
-    NotTypedError,
-    TooDeepError,
-    class_name,
-    dumps,
-    find_class,
-    is_namedtuple,
-    loads,
-)
+from hpdcp._state._array_data import NotTypedError
+from hpdcp._state._classes import MissingClassError, class_name, find_class, is_namedtuple
+from hpdcp._state._typed_json import MAX_DEPTH, Encoder, Json, TooDeepError, dumps
+from hpdcp._state._typed_reading import loads
 
 Keys: TypeAlias = tuple[Hashable, ...]
 

@@ -23,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpdcp._base.errors import InvalidArgumentError, StateDictError
 from hpdcp._state import ragged
 from hpdcp._state.ragged import RaggedShard, from_local
-from hpdcp._state.sharding import local_shards, tie_key
+from hpdcp._state.sharding import local_shards
+from hpdcp._state.ties import tie_key
 
 
 @contextmanager

@@ -27,7 +27,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from hpdcp._base.errors import StateDictError, UnsupportedTypeError
 from hpdcp._state.geometry import Box
-from hpdcp._state.sharding import LocalShards, local_shards, tie_key
+from hpdcp._state.sharding import LocalShards, local_shards
+from hpdcp._state.ties import tie_key
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpdcp._base.errors import StateDictError, UnsupportedTypeError
 from hpdcp._format.metadata import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata
 from hpdcp._state.geometry import Box
-from hpdcp._state.sharding import LocalChunk, local_shards, tie_key
+from hpdcp._state.sharding import LocalChunk, local_shards
+from hpdcp._state.ties import tie_key
 
 
 def marked(shape: tuple[int, ...], offsets: tuple[int, ...], global_shape: tuple[int, ...]) -> torch.Tensor:
