@@ -1,6 +1,7 @@
 """Who writes and who reads what: the contracts of planners, writers and readers, and the plans between them.
 
 In come every rank's boxes and names, out come every rank's plan and the metadata of the whole checkpoint.
-Face: `planner`, `storage` (contracts), `agreement`, `save_plan`, `load_plan`, `write_results`, `whole_plan`,
-`replicas`, `replica_checks`, `fingerprint`, `plan_cache`, `stored_index`, `standard_planner`.
+Face: `planner`, `storage` (contracts), `agreement`; of saves `save_plan`, `write_results`, `whole_plan`, `replicas`,
+`replica_checks`, `plan_cache`; of loads `load_plan`, `shared_boxes`, `read_targets`, `stored_index`; and
+`standard_planner`.
 """

@@ -22,7 +22,7 @@ from hpdcp._base.timing import log_message
 from hpdcp._devices import device
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
-from hpdcp._plan.fingerprint import fingerprint
+from hpdcp._plan._fingerprint import fingerprint
 from hpdcp._plan.load_plan import LoadPlan, LoadTarget, ReadItem
 from hpdcp._plan.planner import LoadPlanner, PlannerContext, SavePlanner
 from hpdcp._plan.replicas import drop_duplicates

@@ -16,7 +16,7 @@ from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, PerRank, Standard
 from hpdcp._base.errors import UnsupportedTypeError
 from hpdcp._comm.exchange import Alone
 from hpdcp._plan import standard_planner
-from hpdcp._plan.fingerprint import fingerprint
+from hpdcp._plan._fingerprint import fingerprint
 from hpdcp._plan.plan_cache import PLANS, CachedPlan, PlanCache
 from hpdcp._plan.planner import PlannerContext
 from hpdcp._plan.save_plan import SavePlan
