@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Final
@@ -14,7 +12,6 @@ from typing import ClassVar, Final
 from hpdcp._base.backend import (
     Backend,
     ByteRange,
-    Fetch,
     KeyInfo,
     can_be_key,
     check_empty,
@@ -26,24 +23,19 @@ from hpdcp._base.backend import (
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError, StorageError
 from hpdcp._base.threads import Threads
 from hpdcp_backends._s3.client import S3Client
-from hpdcp_backends._s3.errors import Place, RequestFailedError
+from hpdcp_backends._s3.deletion import Deletion
+from hpdcp_backends._s3.errors import Location, RequestFailedError
 from hpdcp_backends._s3.options import S3Options
-from hpdcp_backends._s3.readers import Got, Reader, open_reader
+from hpdcp_backends._s3.ranges import RangeFetcher, ReplacedError, TruncatedError
 from hpdcp_backends._s3.retry import Retries
 from hpdcp_backends._s3.upload import PartCutter, Upload, part_size
+from hpdcp_backends._tunables import at_least
 
-_LOG: Final = logging.getLogger(__name__)
 _URL: Final = re.compile(r"(?i:s3a?)://([^/]+)/*(.*)", re.DOTALL)
 _LEAST_PART: Final = 5 << 20
 """S3 takes no smaller one but the last."""
-_DELETED_AT_ONCE: Final = 1000
 _REPLACED_TRIES: Final = 3
 _ENGINES: Final = ("auto", "obstore", "botocore")
-_NO_BATCH: Final = frozenset(
-    {"NotImplemented", "MethodNotAllowed", "MissingContentMD5", "InvalidRequest", "MalformedXML"}
-)
-"""Answers of servers that cannot delete many keys by one request, or not by one of botocore's."""
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")
 
 
 class S3Backend(Backend):
@@ -105,37 +97,32 @@ class S3Backend(Backend):
             raise InvalidArgumentError(f"{url!r} is no URL of S3; expected s3://bucket/prefix.")
         if engine not in _ENGINES:
             raise InvalidArgumentError(f"engine is {engine!r}; expected one of {list(_ENGINES)}.")
-        for option, value, least in (
-            ("part_bytes", part_bytes, _LEAST_PART),
-            ("put_below", put_below, 1),
-            ("write_in_flight", write_in_flight, 1),
-            ("read_in_flight", read_in_flight, 1),
-            ("coalesce_gap", coalesce_gap, 0),
-            ("max_read_bytes", max_read_bytes, 1),
-            ("retries", retries, 0),
-            ("retry_seconds", retry_seconds, 0),
-        ):
-            if value < least:
-                raise InvalidArgumentError(f"{option} is {value}; expected at least {least}.")
+        at_least("part_bytes", part_bytes, _LEAST_PART)
+        at_least("put_below", put_below, 1)
+        at_least("write_in_flight", write_in_flight, 1)
+        at_least("read_in_flight", read_in_flight, 1)
+        at_least("coalesce_gap", coalesce_gap, 0)
+        at_least("max_read_bytes", max_read_bytes, 1)
+        at_least("retries", retries, 0)
+        at_least("retry_seconds", retry_seconds, 0)
         bucket, prefix = found[1], found[2].rstrip("/")
         self.url = f"{url.partition('://')[0].lower()}://{bucket}" + (f"/{prefix}" if prefix else "")
         self.coalesce_gap = coalesce_gap
         self.max_read_bytes = max_read_bytes
         self.write_window = max(put_below, part_bytes * (write_in_flight + 2))
         self._prefix = f"{prefix}/" if prefix else ""
-        self._engine = engine
         self._part_bytes = part_bytes
         self._put_below = put_below
         self._write_in_flight = write_in_flight
         self._requests = max(read_in_flight, write_in_flight)
-        self._read_slots = threading.BoundedSemaphore(read_in_flight)
         self._retries = Retries(retries, retry_seconds)
         self._client = S3Client(
             bucket, S3Options.parse(storage_options), connections=read_in_flight + write_in_flight + 2
         )
         self._lock = threading.Lock()
         self._pool: Threads | None = None
-        self._reader: Reader | None = None
+        self._deletion = Deletion(self._client, self._retries)
+        self._ranges = RangeFetcher(self._client, self._retries, engine=engine, in_flight=read_in_flight)
 
     def prepare(self) -> None:
         # There is nothing to make; what is wrong with the bucket or the credentials is told before data moves.
@@ -179,10 +166,10 @@ class S3Backend(Backend):
         with self._translating("read", key):
             for _ in range(_REPLACED_TRIES):
                 try:
-                    self._fetch_all(_Reading(name), wanted)
-                except _ReplacedError:
+                    self._ranges.fetch_all(name, wanted, pool=self._threads)
+                except ReplacedError:
                     continue
-                except _TruncatedError as short:
+                except TruncatedError as short:
                     beyond = next((range_ for range_ in ranges if range_.stop > short.size), None)
                     if beyond is None:
                         continue
@@ -226,15 +213,10 @@ class S3Backend(Backend):
 
     def delete(self, keys: Iterable[str]) -> None:
         names = {self._name(key): key for key in keys}
-        failures: dict[str, RequestFailedError] = {}
-        single = [name for name in names if _CONTROL.search(name)]  # XML cannot hold these
-        together = [name for name in names if not _CONTROL.search(name)]
-        for start in range(0, len(together), _DELETED_AT_ONCE):
-            failures |= self._delete_batch(together[start : start + _DELETED_AT_ONCE])
-        failures |= self._delete_singly(single)
+        failures = self._deletion.delete(names)
         if failures:
             name, failure = next(iter(failures.items()))
-            error = self._place().error(failure, doing="delete", key=names[name])
+            error = self._location().error(failure, doing="delete", key=names[name])
             if len(failures) > 1:
                 error.args = (f"{error} ({len(failures)} keys could not be deleted.)",)
             raise error from failure
@@ -252,103 +234,10 @@ class S3Backend(Backend):
     def close(self) -> None:
         with self._lock:
             pool, self._pool = self._pool, None
-            self._reader = None
+        self._ranges.close()
         if pool is not None:
             pool.shutdown()
         self._client.close()
-
-    # Reading
-
-    def _fetch_all(self, reading: _Reading, wanted: Sequence[Fetch]) -> None:
-        if not wanted:
-            return
-        reader = self._open_reader()
-        if len(wanted) == 1:
-            self._fetch(reader, reading, wanted[0])
-            return
-        pool = self._threads()
-        running = [pool.submit(self._fetch, reader, reading, fetch) for fetch in wanted]
-        try:
-            done, _ = wait(running, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-        finally:
-            # The caller's buffers are its own again on return, so that nothing may still be writing into them.
-            reading.stop.set()
-            for future in running:
-                future.cancel()
-            wait(running)
-
-    def _fetch(self, reader: Reader, reading: _Reading, fetch: Fetch) -> None:
-        into = fetch.target
-        buffer = memoryview(bytearray(fetch.range.length)) if into is None else into
-        with self._read_slots:
-            self._retries.call(lambda: self._fetch_once(reader, reading, fetch.range, buffer), stop=reading.stop)
-        if into is None:
-            fetch.scatter(buffer)
-
-    def _fetch_once(self, reader: Reader, reading: _Reading, range_: ByteRange, into: memoryview) -> None:
-        try:
-            got = reader.fetch(reading.name, range_, into, etag=reading.condition, stop=reading.stop)
-        except RequestFailedError as failure:
-            if failure.status == 412:
-                raise _ReplacedError from failure
-            if failure.status == 416:
-                raise _TruncatedError(self._client.head(reading.name).size) from failure
-            raise
-        reading.agree(got)
-        if range_.stop > got.size:
-            raise _TruncatedError(got.size)
-        if got.filled != range_.length:
-            raise RequestFailedError(
-                "ShortBody", f"{got.filled} bytes came where {range_.length} were asked for", temporary=True
-            )
-
-    def _open_reader(self) -> Reader:
-        with self._lock:
-            if self._reader is None:
-                self._reader = self._retries.call(lambda: open_reader(self._client, self._engine, _LOG.info))
-            return self._reader
-
-    # Deleting
-
-    def _delete_batch(self, names: list[str]) -> dict[str, RequestFailedError]:
-        if len(names) == 1:
-            return self._delete_singly(names)
-        failures: dict[str, RequestFailedError] = {}
-        left = names
-
-        def request() -> None:
-            nonlocal left
-            found = self._client.delete_many(left)
-            for name in left:
-                failures.pop(name, None)
-            failures.update(found)
-            left = [name for name, failure in found.items() if failure.temporary]
-            if left:
-                raise found[left[0]]
-
-        try:
-            self._retries.call(request)
-        except RequestFailedError as failure:
-            if failures:
-                return failures
-            if failure.code in _NO_BATCH:
-                return self._delete_singly(names)
-            return dict.fromkeys(names, failure)
-        return failures
-
-    def _delete_singly(self, names: list[str]) -> dict[str, RequestFailedError]:
-        failures = {}
-        for name in names:
-            try:
-                self._retries.call(partial(self._client.delete, name))
-            except RequestFailedError as failure:
-                if failure.code != "NoSuchKey":
-                    failures[name] = failure
-        return failures
-
-    # Everything
 
     def _name(self, key: str) -> str:
         return self._prefix + checked_key(key)
@@ -359,15 +248,15 @@ class S3Backend(Backend):
                 self._pool = Threads(self._requests, thread_name_prefix="hpdcp-s3")
             return self._pool
 
-    def _place(self) -> Place:
-        return Place(self.url, self._client.bucket, self._client.endpoint)
+    def _location(self) -> Location:
+        return Location(self.url, self._client.bucket, self._client.endpoint)
 
     @contextmanager
     def _translating(self, doing: str, key: str | None = None) -> Iterator[None]:
         try:
             yield
         except RequestFailedError as failure:
-            error = self._place().error(self._named(failure), doing=doing, key=key)
+            error = self._location().error(self._named(failure), doing=doing, key=key)
             error.may_be_done = failure.may_be_done
             raise error from failure
 
@@ -380,43 +269,3 @@ class S3Backend(Backend):
         except RequestFailedError as told:
             return told if told.status == failure.status else failure
         return failure
-
-
-class _ReplacedError(Exception):
-    """The key was replaced between two requests of one call."""
-
-
-class _TruncatedError(Exception):
-    """The key is shorter than a request."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.size = size
-
-
-class _Reading:
-    """One call that reads ranges of a key, all of one version."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.stop = threading.Event()
-        self._etag: str | None = None
-        self._size: int | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def condition(self) -> str | None:
-        """What further requests demand of the version; None before the first answer.
-
-        A weak tag, as proxies give that compress, meets no condition at all; it is compared only.
-        """
-        with self._lock:
-            return None if self._etag is None or self._etag.startswith("W/") else self._etag
-
-    def agree(self, got: Got) -> None:
-        """Raise _ReplacedError unless `got` is of the same version as the answers before."""
-        with self._lock:
-            if self._size is None:
-                self._size, self._etag = got.size, got.etag
-            elif (self._size, self._etag) != (got.size, got.etag):
-                raise _ReplacedError

@@ -133,7 +133,7 @@ def test_a_wrong_total_of_a_large_object_aborts_its_upload(s3_server: S3Server, 
 def test_a_body_changed_on_its_way_is_refused_by_the_server(
     s3_server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hpdcp_backends._s3.client import Body
+    from hpdcp_backends._s3.body import Body
 
     monkeypatch.setattr(Body, "crc32c", lambda self: "AAAAAA==")
     with (

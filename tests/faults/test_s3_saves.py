@@ -11,7 +11,8 @@ import pytest
 
 import hpdcp
 from hpdcp._base.errors import CommitUncertainError, HpdcpError, StorageError
-from hpdcp_backends._s3.client import Body, S3Client
+from hpdcp_backends._s3.body import Body
+from hpdcp_backends._s3.client import S3Client
 from tests.faults.s3_faults import ENGINES, ONCE, Engine, by_name, check_sound, loaded_step, settings, state
 from tests.services.s3 import READER_KEYS, STRANGER_KEYS
 from tests.support.proxy import Answer, CutAnswer, Fault, LoseAnswer, Proxy, Rule

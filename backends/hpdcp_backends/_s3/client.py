@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import threading
 import weakref
@@ -14,12 +13,12 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, Final
 
-import crc32c
 from botocore.exceptions import ClientError
 
 from hpdcp._base.backend import without_password
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp_backends._s3.errors import RequestFailedError, StoppedError, from_botocore
+from hpdcp_backends._s3.body import Body
+from hpdcp_backends._s3.errors import RequestFailedError, from_botocore
 from hpdcp_backends._s3.options import S3Options
 
 _MARK: Final = "hpdcp-write"
@@ -29,9 +28,6 @@ _OPERATIONS: Final = (
     "list_multipart_uploads", "get_object", "head_object", "head_bucket", "list_objects_v2", "delete_object",
     "delete_objects", "list_parts",
 )  # fmt: skip
-_BLOCK_BYTES: Final = 256 << 10
-"""Handed to the socket at a time. It has `connect_timeout` to take a block, so that a block bounds the slowest link
-that works; larger ones are not faster."""
 
 
 class _AddressFound(Exception):  # noqa: N818 - not an error
@@ -73,59 +69,8 @@ class Head:
     mark: str | None
 
 
-class Body:
-    """Views one after the other, as the file that botocore sends; nothing is copied.
-
-    `read` may return less than asked for, or more in one piece than urllib3's 16 KiB blocks. It raises StoppedError
-    once `stop` is set: the connection is closed, and the server drops what it has received.
-    """
-
-    def __init__(self, views: Sequence[memoryview], stop: threading.Event) -> None:
-        self._views = views
-        self._stop = stop
-        self._size = sum(len(view) for view in views)
-        self.seek(0)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        position = offset + (0, getattr(self, "_position", 0), self._size)[whence]
-        self._index = self._start = 0
-        self._position = position
-        while self._index < len(self._views) and position >= len(self._views[self._index]):
-            position -= len(self._views[self._index])
-            self._index += 1
-        self._start = position if self._index < len(self._views) else 0
-        return self._position
-
-    def read(self, size: int | None = -1) -> memoryview | bytes:
-        if self._stop.is_set():
-            raise StoppedError
-        if size == 0 or self._index == len(self._views):
-            return b""
-        view = self._views[self._index]
-        block = view[self._start : self._start + _BLOCK_BYTES]
-        self._start += len(block)
-        self._position += len(block)
-        while self._index < len(self._views) and self._start >= len(self._views[self._index]):
-            self._index += 1
-            self._start = 0
-        return block
-
-    def crc32c(self) -> str:
-        """The CRC-32C of all of it, as S3 writes it."""
-        checksum = 0
-        for view in self._views:
-            checksum = crc32c.crc32c(view, checksum)
-        return base64.b64encode(checksum.to_bytes(4, "big")).decode()
-
-
 @dataclass(frozen=True, slots=True)
-class StoredPart:
+class UploadedPart:
     """One part of an upload, as the request that completes it names it."""
 
     number: int
@@ -235,16 +180,16 @@ class S3Client:
             answer = self._call("create_multipart_upload", Key=key, Metadata=self._metadata(mark), **checksum)
         return str(answer["UploadId"])
 
-    def put_part(self, key: str, upload: str, number: int, body: Body) -> StoredPart:
+    def put_part(self, key: str, upload: str, number: int, body: Body) -> UploadedPart:
         checksum = body.crc32c() if self._checksums else None
         given = {} if checksum is None else {"ChecksumCRC32C": checksum}
         body.seek(0)
         with _translated():
             answer = self._call("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=body, **given)
         # A server that does not know the checksum does not repeat it, and must not be told of it at the end.
-        return StoredPart(number, answer["ETag"], checksum if "ChecksumCRC32C" in answer else None)
+        return UploadedPart(number, answer["ETag"], checksum if "ChecksumCRC32C" in answer else None)
 
-    def complete_upload(self, key: str, upload: str, parts: Sequence[StoredPart]) -> None:
+    def complete_upload(self, key: str, upload: str, parts: Sequence[UploadedPart]) -> None:
         with _translated():
             described = [part.as_dict() for part in parts]
             self._call("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": described})

@@ -120,7 +120,7 @@ class StoppedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """What messages say of where."""
 
     url: str

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from hpdcp_backends._s3.errors import RequestFailedError, StoppedError
 
 _T = TypeVar("_T")
-_LOG: Final = logging.getLogger(__name__)
+_LOG: Final = logging.getLogger("hpdcp_backends.s3")
 _FIRST_WAIT: Final = 0.2
 _LONGEST_WAIT: Final = 10.0
 _AT_LEAST: Final = 2

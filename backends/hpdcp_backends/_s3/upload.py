@@ -14,11 +14,12 @@ from typing import Final
 
 from hpdcp._base.backend import as_bytes
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp_backends._s3.client import Body, S3Client, StoredPart
+from hpdcp_backends._s3.body import Body
+from hpdcp_backends._s3.client import S3Client, UploadedPart
 from hpdcp_backends._s3.errors import MISSING, RequestFailedError
 from hpdcp_backends._s3.retry import Retries
 
-_LOG: Final = logging.getLogger(__name__)
+_LOG: Final = logging.getLogger("hpdcp_backends.s3")
 _COPIED_BELOW: Final = 256 << 10
 """Smaller buffers are copied into one block: sending each for itself costs more than the copy."""
 _MOST_PARTS: Final = 9000
@@ -40,7 +41,7 @@ def part_size(size: int, least: int) -> int:
 
 
 @dataclass
-class Part:
+class UploadPart:
     """Bytes of the object that one request sends."""
 
     views: list[memoryview] = field(default_factory=list)
@@ -82,12 +83,12 @@ class PartCutter:
         self._from: int | None = None
         """Where in the block the last view of the current part starts; None where that view is a buffer's own."""
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[UploadPart]:
         """The parts in order, the last one shorter; InvalidArgumentError unless the total is `size`.
 
         It is found out before the last part is handed out, so that an object of one part is not begun in vain.
         """
-        part, received = Part(), 0
+        part, received = UploadPart(), 0
         while True:
             self._before_each(received)
             buffer = next(self._buffers, None)
@@ -100,7 +101,7 @@ class PartCutter:
             while len(view):
                 if part.size == self._part_bytes:
                     yield part
-                    part = Part()
+                    part = UploadPart()
                 taken = view[: self._part_bytes - part.size]
                 view = view[len(taken) :]
                 self._add(part, taken, received)
@@ -108,7 +109,7 @@ class PartCutter:
             raise self._other_total(str(received))
         yield part
 
-    def _add(self, part: Part, view: memoryview, end: int) -> None:
+    def _add(self, part: UploadPart, view: memoryview, end: int) -> None:
         part.size += len(view)
         if not self._copy and len(view) >= _COPIED_BELOW:
             part.views.append(view)
@@ -153,8 +154,8 @@ class Upload:
         self._in_flight = in_flight
         self._mark = secrets.token_hex(8)
         self._stop = threading.Event()
-        self._running: dict[Future[StoredPart], int | None] = {}
-        self._stored: list[StoredPart] = []
+        self._running: dict[Future[UploadedPart], int | None] = {}
+        self._stored: list[UploadedPart] = []
 
     def put(self, views: list[memoryview]) -> None:
         """Store the views as one object, by one request."""
@@ -180,7 +181,7 @@ class Upload:
             wait([running])
             raise
 
-    def put_parts(self, parts: Iterable[Part], *, size: int) -> None:
+    def put_parts(self, parts: Iterable[UploadPart], *, size: int) -> None:
         """Store the parts as one object, several at a time, while they are made."""
         upload = self._create()
         try:
@@ -211,7 +212,7 @@ class Upload:
             del self._running[future]
         self._stored += [future.result() for future in done]
 
-    def _send(self, upload: str, number: int, part: Part) -> StoredPart:
+    def _send(self, upload: str, number: int, part: UploadPart) -> UploadedPart:
         body = Body(part.views, self._stop)
         return self._retries.call(lambda: self._client.put_part(self._key, upload, number, body), stop=self._stop)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp_backends._s3.upload import Part, PartCutter, part_size
+from hpdcp_backends._s3.upload import PartCutter, UploadPart, part_size
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -73,7 +73,7 @@ def test_a_producer_that_reuses_its_memory_after_the_window_spoils_nothing() -> 
     window, piece, count = 4 * MIB, LARGE, 100
     slots = memoryview(bytearray(window + 2 * piece))
     sent: list[bytes] = []
-    waiting: deque[Part] = deque()
+    waiting: deque[UploadPart] = deque()
 
     def pieces() -> Iterator[memoryview]:
         for number in range(count):
@@ -100,7 +100,7 @@ def test_a_producer_that_reuses_its_memory_after_the_window_spoils_nothing() -> 
 
 @pytest.mark.parametrize("announced", [0, 9, 11, 100])
 def test_another_total_than_announced_is_refused_before_the_last_part(announced: int) -> None:
-    parts: list[Part] = []
+    parts: list[UploadPart] = []
     with pytest.raises(InvalidArgumentError, match="'key'"):
         parts.extend(PartCutter("key", [memoryview(b"12345")] * 2, size=announced, part_bytes=5))
     assert sum(part.size for part in parts) <= min(announced, 10)

@@ -12,8 +12,9 @@ import crc32c
 import pytest
 
 from hpdcp._base.errors import InvalidArgumentError, KeyNotFoundError, StorageError
-from hpdcp_backends._s3.client import Body, S3Client
-from hpdcp_backends._s3.errors import Place, RequestFailedError, StoppedError, answered
+from hpdcp_backends._s3.body import Body
+from hpdcp_backends._s3.client import S3Client
+from hpdcp_backends._s3.errors import Location, RequestFailedError, StoppedError, answered
 from hpdcp_backends._s3.options import S3Options
 from hpdcp_backends._s3.readers import _store_options
 from hpdcp_backends._s3.retry import Retries
@@ -197,7 +198,7 @@ def test_no_text_of_the_options_holds_a_secret() -> None:
 
 
 def test_a_missing_key_is_an_error_of_its_own_and_a_missing_bucket_is_not() -> None:
-    place = Place("s3://bucket/run", "bucket", "http://server")
+    place = Location("s3://bucket/run", "bucket", "http://server")
     missing = place.error(answered("NoSuchKey", 404, ""), doing="read", key="a")
     assert isinstance(missing, KeyNotFoundError)
     assert "'a' in s3://bucket/run" in str(missing)
