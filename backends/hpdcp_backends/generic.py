@@ -69,7 +69,7 @@ class GenericBackend(Backend):
         requests: How many run at a time, where the file system allows for several.
         part_bytes: Size of the parts of an upload; objects up to this size are uploaded by one request. Larger where
             an object would have more than 9,000 parts.
-        coalesce_gap, max_read_bytes: As in `Backend`.
+        coalesce_gap, max_read_bytes, max_concurrent_reads: As in `Backend`.
     """
 
     name: ClassVar[str] = "fsspec"
@@ -89,6 +89,7 @@ class GenericBackend(Backend):
         part_bytes: int = 16 << 20,
         coalesce_gap: int = Backend.coalesce_gap,
         max_read_bytes: int = Backend.max_read_bytes,
+        max_concurrent_reads: int = Backend.max_concurrent_reads,
     ) -> None:
         if publish not in (None, "put", "rename"):
             raise InvalidArgumentError(f"publish is {publish!r}; expected 'put' or 'rename'.")
@@ -96,6 +97,7 @@ class GenericBackend(Backend):
         at_least("part_bytes", part_bytes, _S3_LEAST_PART)
         at_least("coalesce_gap", coalesce_gap, 0)
         at_least("max_read_bytes", max_read_bytes, 1)
+        at_least("max_concurrent_reads", max_concurrent_reads, 1)
         self._connection = Connection(url, storage_options, requests=requests)
         self._writer = Writer(self._connection, part_bytes=part_bytes)
         self._protocol = self._connection.protocol
@@ -108,6 +110,7 @@ class GenericBackend(Backend):
         self.process_local = self._protocol == "memory"
         self.coalesce_gap = coalesce_gap
         self.max_read_bytes = max_read_bytes
+        self.max_concurrent_reads = max_concurrent_reads
         self._part_bytes = part_bytes
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ class LocalBackend(PosixBackend):
             at most.
         block_bytes: Bytes per system call.
         max_open_files: Files kept open between reads.
+        max_concurrent_reads: As in `Backend`.
     """
 
     name: ClassVar[str] = "local"
@@ -45,6 +46,7 @@ class LocalBackend(PosixBackend):
         read_threads: int | None = None,
         block_bytes: int = 8 << 20,
         max_open_files: int = 8,
+        max_concurrent_reads: int = 1,
     ) -> None:
         cores = spare_cores()
         super().__init__(
@@ -53,6 +55,7 @@ class LocalBackend(PosixBackend):
             write_threads=min(1, cores - 1) if write_threads is None else write_threads,
             read_threads=min(4, cores) if read_threads is None else read_threads,
             block_bytes=block_bytes,
+            max_concurrent_reads=max_concurrent_reads,
         )
         at_least("max_open_files", max_open_files, 1)
         self._files = OpenFiles(max_open_files)

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, Final, TypeVar
 
-from hpdcp._base.backend import spare_cores
+from hpdcp._base.backend import Backend, spare_cores
 from hpdcp_backends._posix.backend import PosixBackend
 from hpdcp_backends._posix.open_files import OpenFile, identity
 
@@ -59,6 +59,7 @@ class NfsBackend(PosixBackend):
         read_threads: Threads that read one `read_ranges` together; each keeps requests of its own on the way, so that
             there may be more of them than cores: by default twice as many, from 4 to 16.
         block_bytes: Bytes per system call; the client cuts them into requests of the mount's `rsize` and `wsize`.
+        max_concurrent_reads: As in `Backend`.
     """
 
     name: ClassVar[str] = "nfs"
@@ -77,6 +78,7 @@ class NfsBackend(PosixBackend):
         write_threads: int = 1,
         read_threads: int | None = None,
         block_bytes: int = 8 << 20,
+        max_concurrent_reads: int = Backend.max_concurrent_reads,
     ) -> None:
         super().__init__(
             url,
@@ -84,6 +86,7 @@ class NfsBackend(PosixBackend):
             write_threads=write_threads,
             read_threads=max(4, min(16, 2 * spare_cores())) if read_threads is None else read_threads,
             block_bytes=block_bytes,
+            max_concurrent_reads=max_concurrent_reads,
         )
         self._quiet = _QuietFolders()
         self._arrived = False

@@ -63,7 +63,7 @@ class S3Backend(Backend):
         put_below: Objects smaller than this are stored by one request, from one to this many bytes in memory.
         write_in_flight: Parts of one object sent at a time.
         read_in_flight: Requests for ranges at a time, by all threads together.
-        coalesce_gap, max_read_bytes: As in `Backend`.
+        coalesce_gap, max_read_bytes, max_concurrent_reads: As in `Backend`.
         retries: Times a request is sent again after a temporary failure (connections, timeouts, 429 and 5xx answers,
             bodies cut short).
         retry_seconds: Since its first try, after which it is not sent again. A server that has never answered is
@@ -89,6 +89,7 @@ class S3Backend(Backend):
         read_in_flight: int = 16,
         coalesce_gap: int = 1 << 20,
         max_read_bytes: int = 16 << 20,
+        max_concurrent_reads: int = Backend.max_concurrent_reads,
         retries: int = 10,
         retry_seconds: float = 120,
     ) -> None:
@@ -103,12 +104,14 @@ class S3Backend(Backend):
         at_least("read_in_flight", read_in_flight, 1)
         at_least("coalesce_gap", coalesce_gap, 0)
         at_least("max_read_bytes", max_read_bytes, 1)
+        at_least("max_concurrent_reads", max_concurrent_reads, 1)
         at_least("retries", retries, 0)
         at_least("retry_seconds", retry_seconds, 0)
         bucket, prefix = found[1], found[2].rstrip("/")
         self.url = f"{url.partition('://')[0].lower()}://{bucket}" + (f"/{prefix}" if prefix else "")
         self.coalesce_gap = coalesce_gap
         self.max_read_bytes = max_read_bytes
+        self.max_concurrent_reads = max_concurrent_reads
         self.write_window = max(put_below, part_bytes * (write_in_flight + 2))
         self._prefix = f"{prefix}/" if prefix else ""
         self._part_bytes = part_bytes

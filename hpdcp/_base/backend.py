@@ -80,6 +80,10 @@ class Backend(ABC):
     max_read_bytes: int = 16 << 20
     """Bytes after which a coalesced range stops growing: larger ones are not faster here."""
 
+    max_concurrent_reads: int = 4
+    """Reads that a rank has in flight at a time while it broadcasts what it has read; each holds a batch in memory. As
+    many as hide the way to the store; one where the bytes are on this machine."""
+
     write_window: int | None = None
     """Bytes of earlier buffers that `write` may still be using when it asks for the next one; None: all of them."""
 

@@ -36,9 +36,6 @@ from hpdcp._plan.read_targets import ReadTargets
 from hpdcp._plan.replicas import merge_rank_metadata
 from hpdcp._plan.storage import RankMetadata, StorageReader
 
-_MAX_CONCURRENT_READS: Final = 4
-"""Shards or batches of them on their way across a network while one is broadcast."""
-
 
 class FileSystemReader(StorageReader):
     """Reads checkpoints from files of one backend.
@@ -88,7 +85,7 @@ class FileSystemReader(StorageReader):
 
     @property
     def max_concurrent_reads(self) -> int:
-        return _MAX_CONCURRENT_READS if self.backend.remote else 1
+        return self.backend.max_concurrent_reads
 
     @property
     def backend(self) -> Backend:

@@ -27,6 +27,7 @@ class BackendContract(
         assert backend.url
         assert backend.coalesce_gap >= 0
         assert backend.max_read_bytes > 0
+        assert backend.max_concurrent_reads > 0
         assert backend.write_window is None or backend.write_window > 0
 
     def test_preparing_twice_changes_nothing(self, backend: Backend) -> None:

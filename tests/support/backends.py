@@ -50,6 +50,9 @@ class CountingBackend(LocalBackend):
 
     coalesce_gap = 0
 
+    def __init__(self, url: str, *, storage_options: Mapping[str, object] | None = None) -> None:
+        super().__init__(url, storage_options=storage_options, max_concurrent_reads=4)
+
     def read_ranges(self, key: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
         self.traffic.note(key, ranges)
         super().read_ranges(key, ranges, into)

@@ -49,6 +49,7 @@ class PosixBackend(Backend):
         write_threads: Threads that write while the calling one prepares the next buffers; 0 writes in the calling one.
         read_threads: Threads that read one `read_ranges` together.
         block_bytes: Bytes per system call.
+        max_concurrent_reads: As in `Backend`.
     """
 
     conditional_create = True
@@ -61,6 +62,7 @@ class PosixBackend(Backend):
         write_threads: int,
         read_threads: int,
         block_bytes: int,
+        max_concurrent_reads: int,
     ) -> None:
         if storage_options:
             raise InvalidArgumentError(
@@ -69,7 +71,9 @@ class PosixBackend(Backend):
         at_least("write_threads", write_threads, 0)
         at_least("read_threads", read_threads, 1)
         at_least("block_bytes", block_bytes, 1)
+        at_least("max_concurrent_reads", max_concurrent_reads, 1)
         self.url = local_path(url)
+        self.max_concurrent_reads = max_concurrent_reads
         self.write_window = block_bytes * (2 * write_threads + 1)
         self._write_threads = write_threads
         self._read_threads = read_threads
