@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from hpdcp._format.metadata import ChunkStorageMetadata as ChunkStorageMetadata
     from hpdcp._format.metadata import Metadata as Metadata
     from hpdcp._format.metadata import PerRank as PerRank
-    from hpdcp._plan.standard_planner import StandardLoadPlanner as StandardLoadPlanner
-    from hpdcp._plan.standard_planner import StandardSavePlanner as StandardSavePlanner
+    from hpdcp._plan.standard_load_planner import StandardLoadPlanner as StandardLoadPlanner
+    from hpdcp._plan.standard_save_planner import StandardSavePlanner as StandardSavePlanner
     from hpdcp._state.ragged import RaggedShard as RaggedShard
 
 __version__ = "0.1.0"
@@ -51,8 +51,8 @@ _HOMES: Final = {
     "Part": "_files.huggingface_names",
     "PerRank": "_format.metadata",
     "RaggedShard": "_state.ragged",
-    "StandardLoadPlanner": "_plan.standard_planner",
-    "StandardSavePlanner": "_plan.standard_planner",
+    "StandardLoadPlanner": "_plan.standard_load_planner",
+    "StandardSavePlanner": "_plan.standard_save_planner",
     "allocate_optimizer_state": "_engine.optimizer_state",
     "load": "_engine.verbs",
     "save": "_engine.verbs",

@@ -12,7 +12,7 @@ from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._files.writer import FileSystemWriter
 from hpdcp._plan.planner import SavePlanner
-from hpdcp._plan.standard_planner import StandardSavePlanner
+from hpdcp._plan.standard_save_planner import StandardSavePlanner
 from hpdcp._plan.storage import StorageWriter
 
 

@@ -30,7 +30,7 @@ from hpdcp._comm.identity import attempt_id, rank_and_world_size, run_id
 from hpdcp._files.save_identity import SaveIdentity, next_ordinal
 from hpdcp._files.writer import open_writer
 from hpdcp._plan.planner import PlannerContext, SavePlanner
-from hpdcp._plan.standard_planner import StandardSavePlanner
+from hpdcp._plan.standard_save_planner import StandardSavePlanner
 from hpdcp._plan.storage import StorageWriter
 
 

@@ -38,7 +38,7 @@ from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan
-from hpdcp._plan.standard_planner import StandardSavePlanner
+from hpdcp._plan.standard_save_planner import StandardSavePlanner
 from hpdcp._plan.storage import StorageWriter
 
 _LOOK_SECONDS: Final = 0.5

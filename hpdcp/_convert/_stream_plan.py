@@ -14,7 +14,7 @@ from hpdcp._base.errors import CorruptCheckpointError, CoverageError
 from hpdcp._base.splitting import cut_rows
 from hpdcp._format.metadata import Metadata, MetadataIndex, StorageInfo
 from hpdcp._plan.load_plan import ReadItem
-from hpdcp._plan.stored_index import Stored
+from hpdcp._plan.stored_index import StoredIndex
 from hpdcp._state.coverage import missing
 from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.geometry import Box, flat_start, is_contiguous, relative
@@ -81,7 +81,7 @@ class StreamPlanner:
         self.is_plain: Final = is_plain
         self._metadata = metadata
         self._url = url
-        self._stored = Stored(metadata)
+        self._stored = StoredIndex(metadata)
 
     def dtype(self, row: int) -> torch.dtype:
         """Of the entry.
@@ -98,7 +98,7 @@ class StreamPlanner:
         Raises:
             CoverageError: naming the key and the hole.
         """
-        hole = missing(request.box, [part for _, _, part in self._stored.pieces(request.row, request.box)])
+        hole = missing(request.box, [part for _, _, part in self._stored.overlaps(request.row, request.box)])
         if hole is not None:
             raise CoverageError(
                 f"{self._url} holds {self._metadata.entries.fqns[request.row]!r} only in part: nothing is stored for "
@@ -113,7 +113,7 @@ class StreamPlanner:
     def read_items(self, row: int, box: Box) -> Iterator[ReadItem]:
         """What to read for the box, each item into its place in the box."""
         index = self.index(row, box)
-        for chunk_row, have, part in self._stored.pieces(row, box):
+        for chunk_row, have, part in self._stored.overlaps(row, box):
             yield ReadItem(index, chunk_row, relative(part, box).offsets, relative(part, have).offsets, part.sizes)
 
     def steps(self, number: int, request: StreamRequest, most: int) -> Iterator[StreamStep]:
@@ -143,7 +143,7 @@ class StreamPlanner:
         if not self.is_plain or not is_contiguous(request.box, shape):
             return None
         found: list[tuple[int, int, ChunkRange]] = []
-        for chunk_row, have, part in self._stored.pieces(request.row, request.box):
+        for chunk_row, have, part in self._stored.overlaps(request.row, request.box):
             within = relative(part, have)
             if not is_contiguous(part, shape) or not is_contiguous(within, have.sizes):
                 return None

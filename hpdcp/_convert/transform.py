@@ -63,7 +63,7 @@ from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.planner import SavePlanner
 from hpdcp._plan.save_plan import WriteItem
-from hpdcp._plan.standard_planner import StandardSavePlanner
+from hpdcp._plan.standard_save_planner import StandardSavePlanner
 from hpdcp._state.dtypes import itemsize_of
 from hpdcp._state.tree import flatten_state_dict
 

@@ -19,7 +19,8 @@ from hpdcp._files.reader import open_reader
 from hpdcp._files.writer import open_writer
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.planner import LoadPlanner, SavePlanner
-from hpdcp._plan.standard_planner import StandardLoadPlanner, StandardSavePlanner
+from hpdcp._plan.standard_load_planner import StandardLoadPlanner
+from hpdcp._plan.standard_save_planner import StandardSavePlanner
 from hpdcp._plan.storage import StorageReader, StorageWriter
 
 

@@ -19,7 +19,7 @@ from hpdcp._files import registry
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.metadata import PerRank
 from hpdcp._manage.verify import verify_checkpoint
-from hpdcp._plan.standard_planner import StandardSavePlanner
+from hpdcp._plan.standard_save_planner import StandardSavePlanner
 from hpdcp._state.geometry import Box
 from hpdcp.testing._layout.ranks import StoppingPlanner, save_as_ranks
 from hpdcp.testing._layout.states import DTYPES, ODD_NAMES, assert_equal, bits, cut, mixed_state

@@ -16,7 +16,7 @@ from hpdcp._files.writer import FileSystemWriter
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.planner import SavePlanner
 from hpdcp._plan.save_plan import WriteItem
-from hpdcp._plan.standard_planner import StandardSavePlanner
+from hpdcp._plan.standard_save_planner import StandardSavePlanner
 
 
 def save_as_ranks(

@@ -18,7 +18,7 @@ from hpdcp._engine.save import save_state
 from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._files.writer import FileSystemWriter
 from hpdcp._format.checksums import BLOCK_BYTES
-from hpdcp._plan.standard_planner import StandardSavePlanner
+from hpdcp._plan.standard_save_planner import StandardSavePlanner
 from hpdcp._state.geometry import Box
 from tests.support.backends import registered
 from tests.unit._convert.test_round_trips import bits, differing, read_folder

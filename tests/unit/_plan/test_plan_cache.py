@@ -15,7 +15,7 @@ import hpdcp
 from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, PerRank, StandardSavePlanner
 from hpdcp._base.errors import UnsupportedTypeError
 from hpdcp._comm.exchange import Alone
-from hpdcp._plan import standard_planner
+from hpdcp._plan import standard_save_planner
 from hpdcp._plan._fingerprint import fingerprint
 from hpdcp._plan.plan_cache import PLANS, CachedPlan, PlanCache
 from hpdcp._plan.planner import PlannerContext
@@ -37,7 +37,7 @@ def cached(number: int) -> CachedPlan:
 
 def print_of(state: Mapping[str, Any], rank: int = 0) -> bytes | None:
     leaves = walk(state, rank=rank)
-    return fingerprint(leaves, standard_planner._tied_names(leaves))
+    return fingerprint(leaves, standard_save_planner.tied_names(leaves))
 
 
 class TestTheCache:
@@ -138,10 +138,10 @@ class TestTheFingerprint:
 
     def test_views_that_only_start_alike_are_not_tied(self) -> None:
         whole = torch.zeros(8)
-        assert standard_planner._tied_names(walk({"a": whole, "b": whole[:4], "c": whole.view(2, 4)}, rank=0)) == {}
+        assert standard_save_planner.tied_names(walk({"a": whole, "b": whole[:4], "c": whole.view(2, 4)}, rank=0)) == {}
 
     def test_tensors_without_elements_are_not_tied(self) -> None:
-        assert standard_planner._tied_names(walk({"a": torch.zeros(0), "b": torch.zeros(0)}, rank=0)) == {}
+        assert standard_save_planner.tied_names(walk({"a": torch.zeros(0), "b": torch.zeros(0)}, rank=0)) == {}
 
     def test_the_box_of_a_plain_tensor_counts(self) -> None:
         def rows(start: int, total: int) -> dict[str, torch.Tensor]:
@@ -230,7 +230,7 @@ class TestThePlanner:
             looked.append(key)
             return local_shards(tensor, key=key)
 
-        monkeypatch.setattr(standard_planner, "local_shards", watched)
+        monkeypatch.setattr(standard_save_planner, "local_shards", watched)
         planner = StandardSavePlanner()
         planner.configure_planner({**self.STATE, "v": torch.zeros(3)}, self.CONTEXT)
         planner.cache_key()

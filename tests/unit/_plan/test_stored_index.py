@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan import stored_index
-from hpdcp._plan.stored_index import Stored
+from hpdcp._plan.stored_index import StoredIndex
 from hpdcp._state.geometry import Box, intersect
 
 
@@ -48,9 +48,9 @@ def _inside(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 @given(st.data())
 def test_what_is_found_is_what_trying_every_box_finds(data: st.DataObject) -> None:
     shape, boxes = data.draw(_grids())
-    looked_up = Stored(_metadata(shape, boxes))
+    looked_up = StoredIndex(_metadata(shape, boxes))
     for want in (data.draw(_inside(shape)), data.draw(st.sampled_from(boxes)) if boxes else Box.whole(shape)):
-        found = list(looked_up.pieces(0, want))
+        found = list(looked_up.overlaps(0, want))
         assert all(boxes[row] == have and part == intersect(want, have) for row, have, part in found)
         expected = {have for have in boxes if intersect(want, have) is not None}
         assert {have for _, have, _ in found} == ({want} if want in expected else expected)
@@ -70,20 +70,20 @@ def test_no_box_is_tried_in_vain_whichever_dimension_is_sharded(
     tried = []
     monkeypatch.setattr(stored_index, "intersect", lambda want, have: tried.append(have) or intersect(want, have))
     monkeypatch.setattr(stored_index, "BoxIndex", None)
-    looked_up = Stored(_metadata(shape, boxes))
+    looked_up = StoredIndex(_metadata(shape, boxes))
     want = Box(
         tuple(step * 40 + 1 if dim == axis else 0 for dim in range(len(shape))),
         tuple(step * 3 if dim == axis else size for dim, size in enumerate(shape)),
     )
-    assert [row for row, _, _ in looked_up.pieces(0, want)] == [40, 41, 42, 43]
+    assert [row for row, _, _ in looked_up.overlaps(0, want)] == [40, 41, 42, 43]
     assert tried == boxes[40:44]
 
 
 def test_shards_of_other_sizes_and_a_tensor_of_one_cell_are_found() -> None:
     ragged = [Box((0, 0), (1, 4)), Box((1, 0), (5, 4)), Box((6, 0), (2, 4))]
-    assert [row for row, _, _ in Stored(_metadata((8, 4), ragged)).pieces(0, Box((5, 1), (2, 2)))] == [1, 2]
+    assert [row for row, _, _ in StoredIndex(_metadata((8, 4), ragged)).overlaps(0, Box((5, 1), (2, 2)))] == [1, 2]
     twice = [Box((), ()), Box((), ())]
-    assert list(Stored(_metadata((), twice)).pieces(0, Box((), ()))) == [(0, Box((), ()), Box((), ()))]
+    assert list(StoredIndex(_metadata((), twice)).overlaps(0, Box((), ()))) == [(0, Box((), ()), Box((), ()))]
     assert np.array_equal(
         stored_index._StoredBoxes(np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int64)).meeting(Box((0, 0), (1, 1))),
         [],

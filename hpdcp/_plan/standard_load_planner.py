@@ -1,20 +1,16 @@
-"""The planners that `save` and `load` use unless they are given others."""
+"""The planner that `load` uses unless it is given another."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from hpdcp._base.errors import (
-    InvalidArgumentError,
     MissingKeysError,
     UnsupportedTypeError,
 )
@@ -22,147 +18,20 @@ from hpdcp._base.timing import log_message
 from hpdcp._devices import device
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
-from hpdcp._plan._fingerprint import fingerprint
+from hpdcp._plan._stored_names import StoredNames
 from hpdcp._plan.load_plan import LoadPlan, LoadTarget, ReadItem
-from hpdcp._plan.planner import LoadPlanner, PlannerContext, SavePlanner
-from hpdcp._plan.replicas import drop_duplicates
-from hpdcp._plan.save_plan import SavePlan, WriteItem
-from hpdcp._plan.stored_index import Stored
+from hpdcp._plan.planner import LoadPlanner, PlannerContext
+from hpdcp._plan.stored_index import StoredIndex
 from hpdcp._state import objects
 from hpdcp._state.coverage import missing
 from hpdcp._state.dtypes import dtype_name, dtype_of, find_dtype
-from hpdcp._state.geometry import Box, intersect, relative
+from hpdcp._state.geometry import Box, relative
 from hpdcp._state.mismatches import Problems, Trouble, listed
-from hpdcp._state.paths import Path, build_tree, decode_path, encode_path
+from hpdcp._state.paths import Path, build_tree, decode_path
 from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards
 from hpdcp._state.ties import tie_key
-from hpdcp._state.tree import Leaf, StateTree, pick, walk
+from hpdcp._state.tree import Leaf, StateTree, pick
 from hpdcp._state.views import view_of_box
-
-
-class StandardSavePlanner(SavePlanner):
-    """Stores everything in the state dict, each box once.
-
-    Args:
-        enable_plan_caching: whether a later save of the same structure may skip planning.
-        remove_redundancy: whether a box that several ranks hold is written by one of them only. Without collectives
-            each rank writes what it holds.
-        save_to_minimum_rank: give such a box to the lowest rank, rather than to the one with the least to write.
-    """
-
-    def __init__(
-        self, *, enable_plan_caching: bool = True, remove_redundancy: bool = True, save_to_minimum_rank: bool = False
-    ) -> None:
-        self._enable_plan_caching = enable_plan_caching
-        self._remove_redundancy = remove_redundancy
-        self._save_to_minimum_rank = save_to_minimum_rank
-
-    def options(self) -> dict[str, bool]:
-        """What makes a planner that plans alike."""
-        return {
-            "enable_plan_caching": self._enable_plan_caching,
-            "remove_redundancy": self._remove_redundancy,
-            "save_to_minimum_rank": self._save_to_minimum_rank,
-        }
-
-    def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
-        self._context = context
-        self._leaves = walk(state_dict, rank=context.rank)
-        self._tied = _tied_names(self._leaves)
-        self._leaf_of = {(leaf.fqn, leaf.owner): leaf for leaf in self._leaves}
-        self._shards: dict[tuple[str, int | None], LocalShards] = {}
-        self._objects: dict[tuple[str, int | None], bytes] = {}
-        self._chunk_of: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
-
-    def cache_key(self) -> Hashable | None:
-        """As the contract says; None also for a subclass that does not override this, since what it adds is unknown."""
-        if type(self).cache_key is StandardSavePlanner.cache_key and type(self) is not StandardSavePlanner:
-            return None
-        if not self._enable_plan_caching or not self._context.collective:
-            return None
-        held = fingerprint(self._leaves, self._tied)
-        if held is None:
-            return None
-        options = (self._remove_redundancy, self._save_to_minimum_rank)
-        return (type(self).__qualname__, options, self._context.world_size, self._context.rank, held)
-
-    def build_local_plan(self) -> SavePlan:
-        entries: list[Entry] = []
-        items: list[WriteItem] = []
-        for leaf in self._leaves:
-            path = encode_path(leaf.path)
-            if isinstance(leaf.value, torch.Tensor):
-                shards = self._shards_of(leaf)
-                target = self._tied.get(leaf.fqn, "")
-                kind = EntryKind.ALIAS if target else EntryKind.TENSOR
-                entries.append(
-                    Entry(leaf.fqn, path, kind, dtype_name(shards.dtype), shards.global_shape, leaf.owner, target)
-                )
-                if not target:
-                    items += _tensor_items(leaf, shards)
-            else:
-                index = MetadataIndex(leaf.fqn, owner=leaf.owner)
-                entries.append(Entry(leaf.fqn, path, EntryKind.OBJECT, owner=leaf.owner))
-                items.append(WriteItem(index, EntryKind.OBJECT, len(self._bytes_of(leaf))))
-        return SavePlan.build(entries, items)
-
-    def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return drop_duplicates(
-            plans,
-            remove_redundancy=self._remove_redundancy,
-            to_minimum_rank=self._save_to_minimum_rank,
-            whole=self._context.collective or self._context.world_size == 1,
-        )
-
-    def finalize_plan(self, plan: SavePlan) -> SavePlan:
-        unknown = np.flatnonzero(plan.nbytes < 0)
-        if not len(unknown):
-            return plan
-        nbytes = plan.nbytes.copy()
-        nbytes[unknown] = [len(self.get_bytes(plan.item(row))) for row in unknown.tolist()]
-        return plan.with_nbytes(nbytes)
-
-    def get_tensor(self, item: WriteItem) -> torch.Tensor:
-        index = item.index
-        shards = self._shards_of(self._leaf_of[index.fqn, index.owner])
-        found = self._chunk_of.get(index)
-        if found is not None:
-            return shards.view(found[1])
-        wanted = Box(index.offsets, index.sizes)
-        for chunk in shards.chunks:
-            if intersect(wanted, chunk.box) == wanted:
-                return view_of_box(shards.view(chunk), relative(wanted, chunk.box).offsets, wanted.sizes)
-        raise InvalidArgumentError(f"the plan has an item that this rank does not hold: {index}.")
-
-    def get_bytes(self, item: WriteItem) -> bytes:
-        return self._bytes_of(self._leaf_of[item.index.fqn, item.index.owner])
-
-    def _shards_of(self, leaf: Leaf) -> LocalShards:
-        """Worked out when it is asked for: on a cached plan, only for what this rank writes."""
-        shards = self._shards.get((leaf.fqn, leaf.owner))
-        if shards is None:
-            shards = self._shards[leaf.fqn, leaf.owner] = local_shards(leaf.value, key=leaf.fqn)
-            for chunk in shards.chunks:
-                index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
-                self._chunk_of[index] = (shards, chunk)
-        return shards
-
-    def _bytes_of(self, leaf: Leaf) -> bytes:
-        data = self._objects.get((leaf.fqn, leaf.owner))
-        if data is None:
-            data = self._objects[leaf.fqn, leaf.owner] = objects.encode(leaf.value, key=leaf.fqn).data
-        return data
-
-
-def _tensor_items(leaf: Leaf, shards: LocalShards) -> list[WriteItem]:
-    return [
-        WriteItem(
-            MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner),
-            EntryKind.TENSOR,
-            chunk.box.volume * shards.dtype.itemsize,
-        )
-        for chunk in shards.chunks
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +61,8 @@ class StandardLoadPlanner(LoadPlanner):
         self._metadata = metadata
         self._context = context
         self._tree = StateTree(state_dict, rank=context.rank)
-        self._stored = Stored(metadata)
+        self._stored = StoredIndex(metadata)
+        self._names = StoredNames(metadata)
         self._problems = Problems()
         self._items: list[ReadItem] = []
         self._targets: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
@@ -248,7 +118,7 @@ class StandardLoadPlanner(LoadPlanner):
             # Of a rank that holds nothing of it, nobody can tell what it is tied to; ranks that hold something know.
             if shards.chunks or 0 in shards.global_shape:
                 self._absent[leaf.fqn] = tie_key(target)
-                self._problems.add(Trouble.MISSING, leaf.fqn, self._stored.hint(leaf.fqn))
+                self._problems.add(Trouble.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
             return
         if self._metadata.entries.kinds[row] == EntryKind.OBJECT:
             self._problems.add(Trouble.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
@@ -270,9 +140,9 @@ class StandardLoadPlanner(LoadPlanner):
         for chunk in shards.chunks:
             index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
             self._targets[index] = (shards, chunk)
-            pieces = list(self._stored.pieces(row, chunk.box))
-            self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
-            if self._note_hole(leaf.fqn, chunk.box, pieces):
+            overlaps = list(self._stored.overlaps(row, chunk.box))
+            self._items += [_read_item(index, chunk.box, *overlap) for overlap in overlaps]
+            if self._note_hole(leaf.fqn, chunk.box, overlaps):
                 break
             if leaf.owner is None:
                 # Only what is filled all over: what a hole leaves as it was is each rank's own.
@@ -287,10 +157,10 @@ class StandardLoadPlanner(LoadPlanner):
         model ties, Hugging Face's files hold one."""
         tied = {fqn for fqn, tie in self._absent.items() if tie is not None and tie in filled}
         self._problems.withdraw(Trouble.MISSING, tied)
-        self._problems.note(Trouble.MISSING, self._stored.prefix_hint([fqn for fqn in self._absent if fqn not in tied]))
+        self._problems.note(Trouble.MISSING, self._names.prefix_hint([fqn for fqn in self._absent if fqn not in tied]))
 
-    def _note_hole(self, fqn: str, want: Box, pieces: Sequence[tuple[int, Box, Box]]) -> bool:
-        hole = missing(want, [part for _, _, part in pieces])
+    def _note_hole(self, fqn: str, want: Box, overlaps: Sequence[tuple[int, Box, Box]]) -> bool:
+        hole = missing(want, [part for _, _, part in overlaps])
         if hole is not None:
             stop = tuple(a + b for a, b in zip(hole.offsets, hole.sizes, strict=True))
             self._problems.add(Trouble.HOLE, fqn, f"{fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})")
@@ -318,9 +188,9 @@ class StandardLoadPlanner(LoadPlanner):
             self._want_object(row, leaf, leaf.path, ())
             return
         children = self._tree.children(leaf)
-        below = self._stored.below(leaf.fqn)
+        below = self._names.below(leaf.fqn)
         if children and below:
-            # Stored in pieces, since it held tensors then; this target has none.
+            # Stored value by value, since it held tensors then; this target has none.
             for child in children:
                 self._plan_object(child)
         elif below:
@@ -341,7 +211,7 @@ class StandardLoadPlanner(LoadPlanner):
             if row is not None and self._metadata.entries.kinds[row] == EntryKind.OBJECT:
                 self._want_object(row, leaf, leaf.path, tuple(leaf.path[depth:]))
                 return
-        self._problems.add(Trouble.MISSING, leaf.fqn, self._stored.hint(leaf.fqn))
+        self._problems.add(Trouble.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
 
     def _want_object(self, row: int, leaf: Leaf, path: Path, subpath: tuple[Any, ...]) -> None:
         entry = self._metadata.entries[row]
@@ -367,15 +237,15 @@ class StandardLoadPlanner(LoadPlanner):
                 if tensor is not None:
                     gather.parts[entry.owner].append((path, tensor))
         if not gather.objects and not any(gather.parts):
-            self._problems.add(Trouble.MISSING, leaf.fqn, self._stored.hint(leaf.fqn))
+            self._problems.add(Trouble.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
         self._gathers.append(gather)
 
     def _plan_gathered(self, row: int, entry: Entry) -> torch.Tensor | None:
         """A tensor for all of the entry; None, and the reason noted, where that cannot be had."""
         whole = Box((0,) * len(entry.shape), entry.shape)
-        pieces = list(self._stored.pieces(row, whole))
+        overlaps = list(self._stored.overlaps(row, whole))
         # Before memory is taken: here the checkpoint alone says how much.
-        if self._note_hole(entry.fqn, whole, pieces):
+        if self._note_hole(entry.fqn, whole, overlaps):
             return None
         try:
             tensor = device.empty_on_host(entry.shape, dtype_of(entry.dtype, fqn=entry.fqn))
@@ -386,7 +256,7 @@ class StandardLoadPlanner(LoadPlanner):
         for chunk in shards.chunks:
             index = MetadataIndex(entry.fqn, chunk.box.offsets, chunk.box.sizes, entry.owner)
             self._targets[index] = (shards, chunk)
-            self._items += [_read_item(index, chunk.box, *piece) for piece in pieces]
+            self._items += [_read_item(index, chunk.box, *overlap) for overlap in overlaps]
         return tensor
 
     def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
@@ -459,32 +329,6 @@ class _Gather:
             return None
         tree: Any = build_tree(sorted(part, key=lambda pair: len(pair[0])))
         return pick(tree, tuple(self.path))
-
-
-def _tied_names(leaves: Sequence[Leaf]) -> dict[str, str]:
-    """fqn → the name it is tied to, for tensors that are the same memory; that name is the first in order."""
-    tensors = [leaf for leaf in leaves if leaf.owner is None and isinstance(leaf.value, torch.Tensor)]
-    addresses = [_address(leaf.value) for leaf in tensors]
-    # Same memory starts at the same address; telling more of every tensor would cost several times as much.
-    often = Counter(addresses)
-    groups: dict[Any, list[str]] = {}
-    for leaf, address in zip(tensors, addresses, strict=True):
-        if often[address] > 1:
-            tie = tie_key(leaf.value)
-            if tie is not None:
-                groups.setdefault(tie, []).append(leaf.fqn)
-    return {name: min(names) for names in groups.values() if len(names) > 1 for name in names if name != min(names)}
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Where its local memory starts; 0 for what has none, and for classes that may not tell."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(local) is not torch.Tensor and type(local) is not torch.nn.Parameter:
-        return 0
-    try:
-        return local.data_ptr()
-    except RuntimeError:
-        return 0
 
 
 def _read_item(index: MetadataIndex, dest: Box, storage_row: int, have: Box, part: Box) -> ReadItem:

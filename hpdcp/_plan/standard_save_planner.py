@@ -1,0 +1,180 @@
+"""The planner that `save` uses unless it is given another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from hpdcp._base.errors import (
+    InvalidArgumentError,
+)
+from hpdcp._format.columns import Entry, EntryKind
+from hpdcp._format.metadata import Metadata, MetadataIndex
+from hpdcp._plan._fingerprint import fingerprint
+from hpdcp._plan.planner import PlannerContext, SavePlanner
+from hpdcp._plan.replicas import drop_duplicates
+from hpdcp._plan.save_plan import SavePlan, WriteItem
+from hpdcp._state import objects
+from hpdcp._state.dtypes import dtype_name
+from hpdcp._state.geometry import Box, intersect, relative
+from hpdcp._state.paths import encode_path
+from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards
+from hpdcp._state.ties import tie_key
+from hpdcp._state.tree import Leaf, walk
+from hpdcp._state.views import view_of_box
+
+
+class StandardSavePlanner(SavePlanner):
+    """Stores everything in the state dict, each box once.
+
+    Args:
+        enable_plan_caching: whether a later save of the same structure may skip planning.
+        remove_redundancy: whether a box that several ranks hold is written by one of them only. Without collectives
+            each rank writes what it holds.
+        save_to_minimum_rank: give such a box to the lowest rank, rather than to the one with the least to write.
+    """
+
+    def __init__(
+        self, *, enable_plan_caching: bool = True, remove_redundancy: bool = True, save_to_minimum_rank: bool = False
+    ) -> None:
+        self._enable_plan_caching = enable_plan_caching
+        self._remove_redundancy = remove_redundancy
+        self._save_to_minimum_rank = save_to_minimum_rank
+
+    def options(self) -> dict[str, bool]:
+        """What makes a planner that plans alike."""
+        return {
+            "enable_plan_caching": self._enable_plan_caching,
+            "remove_redundancy": self._remove_redundancy,
+            "save_to_minimum_rank": self._save_to_minimum_rank,
+        }
+
+    def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
+        self._context = context
+        self._leaves = walk(state_dict, rank=context.rank)
+        self._tied = tied_names(self._leaves)
+        self._leaf_of = {(leaf.fqn, leaf.owner): leaf for leaf in self._leaves}
+        self._shards: dict[tuple[str, int | None], LocalShards] = {}
+        self._objects: dict[tuple[str, int | None], bytes] = {}
+        self._chunk_of: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
+
+    def cache_key(self) -> Hashable | None:
+        """As the contract says; None also for a subclass that does not override this, since what it adds is unknown."""
+        if type(self).cache_key is StandardSavePlanner.cache_key and type(self) is not StandardSavePlanner:
+            return None
+        if not self._enable_plan_caching or not self._context.collective:
+            return None
+        held = fingerprint(self._leaves, self._tied)
+        if held is None:
+            return None
+        options = (self._remove_redundancy, self._save_to_minimum_rank)
+        return (type(self).__qualname__, options, self._context.world_size, self._context.rank, held)
+
+    def build_local_plan(self) -> SavePlan:
+        entries: list[Entry] = []
+        items: list[WriteItem] = []
+        for leaf in self._leaves:
+            path = encode_path(leaf.path)
+            if isinstance(leaf.value, torch.Tensor):
+                shards = self._shards_of(leaf)
+                target = self._tied.get(leaf.fqn, "")
+                kind = EntryKind.ALIAS if target else EntryKind.TENSOR
+                entries.append(
+                    Entry(leaf.fqn, path, kind, dtype_name(shards.dtype), shards.global_shape, leaf.owner, target)
+                )
+                if not target:
+                    items += _tensor_items(leaf, shards)
+            else:
+                index = MetadataIndex(leaf.fqn, owner=leaf.owner)
+                entries.append(Entry(leaf.fqn, path, EntryKind.OBJECT, owner=leaf.owner))
+                items.append(WriteItem(index, EntryKind.OBJECT, len(self._bytes_of(leaf))))
+        return SavePlan.build(entries, items)
+
+    def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return drop_duplicates(
+            plans,
+            remove_redundancy=self._remove_redundancy,
+            to_minimum_rank=self._save_to_minimum_rank,
+            whole=self._context.collective or self._context.world_size == 1,
+        )
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        unknown = np.flatnonzero(plan.nbytes < 0)
+        if not len(unknown):
+            return plan
+        nbytes = plan.nbytes.copy()
+        nbytes[unknown] = [len(self.get_bytes(plan.item(row))) for row in unknown.tolist()]
+        return plan.with_nbytes(nbytes)
+
+    def get_tensor(self, item: WriteItem) -> torch.Tensor:
+        index = item.index
+        shards = self._shards_of(self._leaf_of[index.fqn, index.owner])
+        found = self._chunk_of.get(index)
+        if found is not None:
+            return shards.view(found[1])
+        wanted = Box(index.offsets, index.sizes)
+        for chunk in shards.chunks:
+            if intersect(wanted, chunk.box) == wanted:
+                return view_of_box(shards.view(chunk), relative(wanted, chunk.box).offsets, wanted.sizes)
+        raise InvalidArgumentError(f"the plan has an item that this rank does not hold: {index}.")
+
+    def get_bytes(self, item: WriteItem) -> bytes:
+        return self._bytes_of(self._leaf_of[item.index.fqn, item.index.owner])
+
+    def _shards_of(self, leaf: Leaf) -> LocalShards:
+        """Worked out when it is asked for: on a cached plan, only for what this rank writes."""
+        shards = self._shards.get((leaf.fqn, leaf.owner))
+        if shards is None:
+            shards = self._shards[leaf.fqn, leaf.owner] = local_shards(leaf.value, key=leaf.fqn)
+            for chunk in shards.chunks:
+                index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
+                self._chunk_of[index] = (shards, chunk)
+        return shards
+
+    def _bytes_of(self, leaf: Leaf) -> bytes:
+        data = self._objects.get((leaf.fqn, leaf.owner))
+        if data is None:
+            data = self._objects[leaf.fqn, leaf.owner] = objects.encode(leaf.value, key=leaf.fqn).data
+        return data
+
+
+def _tensor_items(leaf: Leaf, shards: LocalShards) -> list[WriteItem]:
+    return [
+        WriteItem(
+            MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner),
+            EntryKind.TENSOR,
+            chunk.box.volume * shards.dtype.itemsize,
+        )
+        for chunk in shards.chunks
+    ]
+
+
+def tied_names(leaves: Sequence[Leaf]) -> dict[str, str]:
+    """fqn → the name it is tied to, for tensors that are the same memory; that name is the first in order."""
+    tensors = [leaf for leaf in leaves if leaf.owner is None and isinstance(leaf.value, torch.Tensor)]
+    addresses = [_address(leaf.value) for leaf in tensors]
+    # Same memory starts at the same address; telling more of every tensor would cost several times as much.
+    often = Counter(addresses)
+    groups: dict[Any, list[str]] = {}
+    for leaf, address in zip(tensors, addresses, strict=True):
+        if often[address] > 1:
+            tie = tie_key(leaf.value)
+            if tie is not None:
+                groups.setdefault(tie, []).append(leaf.fqn)
+    return {name: min(names) for names in groups.values() if len(names) > 1 for name in names if name != min(names)}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its local memory starts; 0 for what has none, and for classes that may not tell."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) is not torch.Tensor and type(local) is not torch.nn.Parameter:
+        return 0
+    try:
+        return local.data_ptr()
+    except RuntimeError:
+        return 0
