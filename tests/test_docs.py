@@ -16,7 +16,7 @@ import hpdcp
 from hpdcp._base import config
 from hpdcp._files import registry
 from hpdcp._format.container import unpack_columns
-from tests.support.ranks import ROOT, run_python
+from tests.support.ranks import ROOT, forked_python, run_python
 from tests.support.s3 import S3Server
 
 PAGES = sorted([ROOT / "README.md", ROOT / "backends/README.md", *(ROOT / "docs").rglob("*.md")])
@@ -64,7 +64,7 @@ def test_the_code_of_a_page_about_s3_runs_against_a_server(page: Path, tmp_path:
     place = s3_server.new_prefix()
     script = tmp_path / "page.py"
     script.write_text("\n".join(code for file, code in blocks(page) if not file).replace(BUCKET, place))
-    run_python([str(script)], timeout=120, environment=s3_server.environment())
+    forked_python([str(script)], timeout=120, environment=s3_server.environment())
     assert any(key.endswith("/.metadata") for key in s3_server.objects(place))
 
 

@@ -1,6 +1,6 @@
-"""Kill conversions at random moments, for some seconds; what loads afterwards is old, new or nothing, and whole.
+"""Kill conversions at random moments, so many of each kind; what loads afterwards is old, new or nothing, and whole.
 
-python kill_conversions.py FOLDER SECONDS SEED
+python kill_conversions.py FOLDER KILLS SEED
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def step_of(load: Callable[[], dict[str, torch.Tensor]]) -> int | None:
     return int(values.pop())
 
 
-def main(folder: Path, seconds: float, seed: int) -> None:
+def main(folder: Path, kills: int, seed: int) -> None:
     chance = random.Random(seed)
     sources = {step: folder / f"source{step}" for step in (1, 2)}
     for step, source in sources.items():
@@ -69,8 +69,7 @@ def main(folder: Path, seconds: float, seed: int) -> None:
         took[name] = time.monotonic() - began
         shutil.rmtree(folder / name)
     outcomes: dict[tuple[str, str], int] = {}
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    for number in range(kills):
         for name, (convert, load) in kinds.items():
             target = folder / name
             before = chance.choice([None, 1])
@@ -78,7 +77,8 @@ def main(folder: Path, seconds: float, seed: int) -> None:
             if before is not None:
                 convert(before, target)
             pid = fork(lambda convert=convert, target=target: convert(2, target))
-            time.sleep(chance.uniform(0, 4 * took[name]))
+            # From its start to some time past its end, each stretch of it once.
+            time.sleep(1.5 * took[name] * (number + chance.random()) / kills)
             os.kill(pid, signal.SIGKILL)
             killed = wait(pid) == -signal.SIGKILL
             found = step_of(lambda load=load, target=target: load(target)) if target.exists() else None
@@ -92,4 +92,4 @@ def main(folder: Path, seconds: float, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,6 +1,6 @@
-"""Kill saves at random moments, for some seconds; after each kill exactly the old or the new step must load.
+"""Kill saves at random moments, so many times; after each kill exactly the old or the new step must load.
 
-python kill_saves.py FOLDER SECONDS SEED
+python kill_saves.py FOLDER KILLS SEED
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpdcp._format.metadata import Metadata
 from tests.faults.forking import fork, loaded_step, state, wait
 
 
-def main(folder: Path, seconds: float, seed: int) -> None:
+def main(folder: Path, kills: int, seed: int) -> None:
     progress = mmap.mmap(-1, 16)
 
     def note(position: int, step: int) -> None:
@@ -35,19 +35,20 @@ def main(folder: Path, seconds: float, seed: int) -> None:
             note(1, step)
 
     hpdcp.save(state(0), checkpoint_id=folder)
+    began = time.monotonic()
+    hpdcp.save(state(0), checkpoint_id=folder)
+    longest = 3 * (time.monotonic() - began)
     chance = random.Random(seed)
-    deadline = time.monotonic() + seconds
-    kills = halves = 0
-    while time.monotonic() < deadline:
+    halves = 0
+    for _ in range(kills):
         pid = fork(save_forever)
-        time.sleep(chance.uniform(0, 0.05))
+        time.sleep(chance.uniform(0, longest))
         os.kill(pid, signal.SIGKILL)
         assert wait(pid) == -signal.SIGKILL
         begun, done = noted(0), noted(1)
         step = loaded_step(folder)
         # A save that did not return may have been published all the same; nothing older and nothing newer may load.
         assert step in (done, begun), f"{step} loads; step {done} was saved last, and {begun} was being saved"
-        kills += 1
         halves += begun > done
         note(0, step)
         note(1, step)
@@ -73,4 +74,4 @@ def check_nothing_is_left_for_ever(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,6 +1,6 @@
 """Load again and again while another process replaces the checkpoint: one step each time, or word that it was replaced.
 
-python replace_while_reading.py FOLDER SECONDS
+python replace_while_reading.py FOLDER LOADS
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import itertools
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import hpdcp
@@ -17,7 +16,7 @@ from hpdcp._base.errors import CheckpointReplacedError
 from tests.faults.forking import fork, loaded_step, state, wait
 
 
-def main(folder: Path, seconds: float) -> None:
+def main(folder: Path, loads: int) -> None:
     hpdcp.save(state(0), checkpoint_id=folder)
 
     def save_forever() -> None:
@@ -26,7 +25,7 @@ def main(folder: Path, seconds: float) -> None:
 
     writer = fork(save_forever)
     try:
-        seen, replaced = read_for(folder, seconds)
+        seen, replaced = read_often(folder, loads)
     finally:
         os.kill(writer, signal.SIGKILL)
         assert wait(writer) == -signal.SIGKILL
@@ -35,11 +34,10 @@ def main(folder: Path, seconds: float) -> None:
     print(f"{len(seen)} loads of {len(set(seen))} steps, {replaced} told that the checkpoint was replaced")
 
 
-def read_for(folder: Path, seconds: float) -> tuple[list[int], int]:
+def read_often(folder: Path, loads: int) -> tuple[list[int], int]:
     seen: list[int] = []
     replaced = 0
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    for _ in range(loads):
         try:
             seen.append(loaded_step(folder))
         except CheckpointReplacedError:
@@ -48,4 +46,4 @@ def read_for(folder: Path, seconds: float) -> tuple[list[int], int]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 
 import hpdcp
 from tests.support.apart import started
-from tests.support.ranks import run_python
+from tests.support.ranks import forked_python
 from tests.support.workers import wait_until, workers_of
 
 HERE = Path(__file__).parent
@@ -21,7 +20,7 @@ HERE = Path(__file__).parent
 
 def test_trainers_and_workers_killed_at_random_moments_leave_a_whole_step(tmp_path: Path) -> None:
     seed = 1 if os.environ.get("CI") else int.from_bytes(os.urandom(4), "little")
-    output = run_python(
+    output = forked_python(
         ["-W", "error", str(HERE / "async_kills.py"), str(tmp_path / "ckpt"), "3", str(seed)], timeout=110
     )
     print(seed, output)
@@ -32,15 +31,14 @@ def test_a_killed_trainer_fails_the_save_of_the_others_and_the_step_before_loads
     folder = tmp_path / "ckpt"
     with started(2, HERE / "async_lost_trainer.py", str(folder), mode) as ranks:
         for rank in ranks:
-            assert rank.stdout is not None
             for _ in range(3):
-                assert rank.stdout.readline().startswith("landed ")
+                assert rank.readline().startswith("landed ")
         workers = [worker for rank in ranks for worker in workers_of(rank.pid)]
         assert len(workers) == 2
         time.sleep(0.05)
-        ranks[1].send_signal(signal.SIGKILL)
+        ranks[1].kill()
         killed = time.time()
-        rest, _ = ranks[0].communicate(timeout=60)
+        rest = ranks[0].rest(60)
         last = rest.splitlines()[-1].split()
         assert last[0] == "lost", rest
         assert float(last[2]) - killed < 15

@@ -17,10 +17,10 @@ SOON = 30.0
 def test_the_other_ranks_raise_soon(tmp_path: Path, victim: int, moment: str) -> None:
     with started(4, PROGRAM, str(tmp_path / "ckpt"), str(victim), moment) as ranks:
         for rank in ranks:
-            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+            assert rank.readline() == "ready\n"
         began = time.monotonic()
         endings = [
-            rank.communicate(timeout=max(0.1, SOON - (time.monotonic() - began)))[0]
+            rank.rest(max(0.1, SOON - (time.monotonic() - began)))
             for number, rank in enumerate(ranks)
             if number != victim
         ]

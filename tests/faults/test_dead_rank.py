@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.ranks import run_python
+from tests.support.ranks import forked_python
 
 
 def test_the_other_ranks_raise_soon_and_the_old_checkpoint_loads(tmp_path: Path) -> None:
     program = Path(__file__).with_name("dead_rank.py")
-    print(run_python(["-W", "error", str(program), str(tmp_path)], timeout=110))
+    print(forked_python(["-W", "error", str(program), str(tmp_path)], timeout=110))

@@ -20,7 +20,7 @@ import hpdcp
 from hpdcp._base.errors import CommitUncertainError, StorageError
 from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp_backends.local import LocalBackend
-from tests.support.ranks import run_python
+from tests.support.ranks import forked_python, run_python
 
 
 def state(value: float) -> dict[str, object]:
@@ -85,7 +85,7 @@ def test_a_folder_without_write_permission_is_named_and_stays_as_it_is() -> None
     # Not pytest's own folder, which only its owner may enter: root gives up its rights in the program.
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        run_python(["-W", "error", "-c", LIMITED, f"{folder}/ckpt", "read-only"])
+        forked_python(["-W", "error", "-c", LIMITED, f"{folder}/ckpt", "read-only"])
 
 
 def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:

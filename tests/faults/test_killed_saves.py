@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import run_python
+from tests.support.ranks import forked_python
 
 HERE = Path(__file__).parent
 
@@ -27,15 +27,15 @@ def fast_folder(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_save_killed_at_any_moment_leaves_the_old_or_the_new_step(tmp_path: Path) -> None:
     seed = 1 if os.environ.get("CI") else int.from_bytes(os.urandom(4), "little")
-    output = run_python(
-        ["-W", "error", str(HERE / "kill_saves.py"), str(tmp_path / "ckpt"), "8", str(seed)], timeout=90
+    output = forked_python(
+        ["-W", "error", str(HERE / "kill_saves.py"), str(tmp_path / "ckpt"), "60", str(seed)], timeout=90
     )
     print(seed, output)
 
 
 def test_a_save_ended_before_any_of_its_system_calls_leaves_the_old_or_the_new_step(fast_folder: Path) -> None:
-    run_python(["-W", "error", str(HERE / "crash_points.py"), str(fast_folder)], timeout=110)
+    forked_python(["-W", "error", str(HERE / "crash_points.py"), str(fast_folder)], timeout=110)
 
 
 def test_a_load_beside_a_writer_gives_one_step_or_says_that_it_was_replaced(fast_folder: Path) -> None:
-    run_python(["-W", "error", str(HERE / "replace_while_reading.py"), str(fast_folder / "ckpt"), "4"], timeout=60)
+    forked_python(["-W", "error", str(HERE / "replace_while_reading.py"), str(fast_folder / "ckpt"), "100"], timeout=60)

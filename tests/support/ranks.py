@@ -8,10 +8,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.forked import ROOT, Forked, variables
+
+__all__ = ["ROOT", "forked_python", "is_rank", "run_python", "run_ranks"]
 
 _TAIL = 12_000
 """Characters of output shown of a run that failed."""
@@ -47,15 +50,12 @@ def run_python(
     Raises:
         AssertionError: the exit status is not `expect`, or the time was up; the message ends with the last output.
     """
-    path = os.pathsep.join([str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    # Torch would tell of every wait for the rendezvous store that is longer than a second: pages of it for a slow test.
-    usual = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    variables = os.environ | usual | dict(environment or {})
     # A file, not a pipe: a descendant that survives would hold a pipe open, and with it this call.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
-            cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            cwd=ROOT, env=variables(environment or {}), stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
             status: int | None = process.wait(timeout)
@@ -63,8 +63,27 @@ def run_python(
             status = None
         finally:
             _kill_tree(process)
-        output.seek(0)
-        text = output.read()
+        return _checked(output, arguments, status, expect, timeout)
+
+
+def forked_python(
+    arguments: Sequence[str], *, timeout: float = 60, environment: Mapping[str, str] | None = None, expect: int = 0
+) -> str:
+    """As `run_python`, in a child of the fork server: for all but what is about a fresh interpreter, or its imports."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        program = Forked(arguments, output=output, environment=variables(environment or {}))
+        try:
+            status: int | None = program.wait(timeout)
+        except TimeoutError:
+            status = None
+        finally:
+            program.kill()
+        return _checked(output, arguments, status, expect, timeout)
+
+
+def _checked(output: IO[str], arguments: Sequence[str], status: int | None, expect: int, timeout: float) -> str:
+    output.seek(0)
+    text = output.read()
     command = " ".join(arguments)
     assert status is not None, f"{command}\nran longer than {timeout} s; it ended with:\n{text[-_TAIL:]}"
     assert status == expect, f"{command}\nexited with {status}, not {expect}; it ended with:\n{text[-_TAIL:]}"
