@@ -6,7 +6,6 @@ Nobody here waits for a whole device that has streams: training may go on there.
     `device`      a tensor's bytes, blocking copies, torch's module for a device
     `streams`     the stream of a device for copies beside its work, and what comes before and after what
     `buffers`     memory to copy through, page-locked where that can be had
-    `byte_pieces`   a tensor's bytes, a few at a time, to be checksummed and written
     `downloads`   device to host, one tensor after another: the next batch is copied while one is used
     `uploads`     host to device: memory is filled again while what it held before is copied
     `byte_pieces` the bytes of a tensor of any device, to be checksummed and written
