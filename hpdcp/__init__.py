@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpdcp._engine.verbs import load as load
     from hpdcp._engine.verbs import save as save
     from hpdcp._files.huggingface_names import Part as Part
+    from hpdcp._files.huggingface_names import TensorPart as TensorPart
     from hpdcp._files.huggingface_reader import HuggingFaceReader as HuggingFaceReader
     from hpdcp._files.reader import FileSystemReader as FileSystemReader
     from hpdcp._files.writer import FileSystemWriter as FileSystemWriter
@@ -53,6 +54,7 @@ _HOMES: Final = {
     "RaggedShard": "_state.ragged",
     "StandardLoadPlanner": "_plan.standard_load_planner",
     "StandardSavePlanner": "_plan.standard_save_planner",
+    "TensorPart": "_files.huggingface_names",
     "allocate_optimizer_state": "_engine.optimizer_state",
     "load": "_engine.verbs",
     "save": "_engine.verbs",
@@ -80,6 +82,7 @@ __all__ = [
     "RaggedShard",
     "StandardLoadPlanner",
     "StandardSavePlanner",
+    "TensorPart",
     "allocate_optimizer_state",
     "config",
     "load",

@@ -9,6 +9,7 @@ from hpdcp._plan.load_plan import (
     ReadItem,
 )
 from hpdcp._plan.planner import LoadPlanner, PlannerContext, SavePlanner
+from hpdcp._plan.read_targets import ReadTargets
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LoadTarget",
     "PlannerContext",
     "ReadItem",
+    "ReadTargets",
     "SavePlan",
     "SavePlanner",
     "WriteItem",

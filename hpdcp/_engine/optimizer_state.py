@@ -87,10 +87,10 @@ def allocate_optimizer_state(
             return open_reader(checkpoint_id, storage_reader, opened)
 
         exchange = open_exchange(no_dist=no_dist, use_collectives=use_collectives)
-        metadata, apart = find_metadata(reader, exchange)
+        metadata, by_rank = find_metadata(reader, exchange)
 
         def allocate() -> int:
-            found = metadata if metadata is not None or apart is None else apart.merged()
+            found = metadata if metadata is not None or by_rank is None else by_rank.merged()
             assert found is not None
             return _Allocation(optimizer, model, _stored_states(found, prefix), prefix).run()
 
@@ -98,7 +98,7 @@ def allocate_optimizer_state(
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredState:
     """One state on record."""
 
     entry: Entry
@@ -107,9 +107,9 @@ class _Stored:
     flattened: bool
 
 
-def _stored_states(metadata: Metadata, prefix: str) -> list[_Stored]:
+def _stored_states(metadata: Metadata, prefix: str) -> list[_StoredState]:
     """Every shared state under `prefix`; MissingKeysError where there is no optimizer."""
-    states: list[_Stored] = []
+    states: list[_StoredState] = []
     is_optimizer = False
     for row, fqn in enumerate(metadata.entries.fqns):
         if prefix and fqn != prefix and not fqn.startswith(f"{prefix}."):
@@ -125,11 +125,11 @@ def _stored_states(metadata: Metadata, prefix: str) -> list[_Stored]:
         elif head in (_STATE, _GROUPS) or (isinstance(head, str) and head.startswith(f"{_GROUPS}.")):
             is_optimizer = True
         if len(rest) > 1 and head == _STATE:
-            states.append(_Stored(entry, _tail(rest, 1), flattened=False))
+            states.append(_StoredState(entry, _tail(rest, 1), flattened=False))
         elif isinstance(head, str) and head.startswith(f"{_STATE}."):
             is_optimizer = True
             flat = Path((head.removeprefix(f"{_STATE}."), *rest[1:]), rest.kinds)
-            states.append(_Stored(entry, flat, flattened=True))
+            states.append(_StoredState(entry, flat, flattened=True))
     if not is_optimizer:
         raise MissingKeysError(_nothing_there(metadata, prefix))
     return states
@@ -146,23 +146,23 @@ def _tail(path: Path, start: int) -> Path:
 
 
 def _nothing_there(metadata: Metadata, prefix: str) -> str:
-    places: dict[str, None] = {}
+    prefixes: dict[str, None] = {}
     top: dict[str, None] = {}
     for fqn in metadata.entries.fqns:
         top[fqn.partition(".")[0]] = None
         before, found, _ = f"{fqn}.".partition(f".{_GROUPS}.")
         if found:
-            places[before] = None
-    near = difflib.get_close_matches(prefix, [*places, *top], n=1)
-    candidates = list(dict.fromkeys([*near, *places])) or list(top)[:10]
+            prefixes[before] = None
+    near = difflib.get_close_matches(prefix, [*prefixes, *top], n=1)
+    candidates = list(dict.fromkeys([*near, *prefixes])) or list(top)[:10]
     listed = ", ".join(map(repr, candidates))
-    kind = "optimizers are stored under" if places or near else "the checkpoint's top level has"
+    kind = "optimizers are stored under" if prefixes or near else "the checkpoint's top level has"
     return f"no optimizer is stored under {prefix!r}; {kind} {listed}. Pass it as prefix=."
 
 
 class _Allocation:
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, stored: Sequence[_Stored], prefix: str
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, stored: Sequence[_StoredState], prefix: str
     ) -> None:
         self._optimizer = optimizer
         self._stored = stored
@@ -229,13 +229,13 @@ class _Allocation:
         if not missing:
             # All of the parameter's state is one Python value, which takes the place of this empty dict.
             return 0
-        layout = _Layout.of(parameter, on_device=self._on_device[id(parameter)])
-        there.update(build_tree((path, layout.zeros_for(entry, path)) for path, entry in missing))
+        shards = _ParameterShards.of(parameter, on_device=self._on_device[id(parameter)])
+        there.update(build_tree((path, shards.zeros_for(entry, path)) for path, entry in missing))
         return len(missing)
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _ParameterShards:
     """How a parameter is laid out, and so what belongs to it."""
 
     parameter: torch.Tensor
@@ -244,7 +244,7 @@ class _Layout:
     """Whether the optimizer keeps its step counts beside the parameter instead of on the host."""
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, *, on_device: bool) -> _Layout:
+    def of(cls, parameter: torch.Tensor, *, on_device: bool) -> _ParameterShards:
         return cls(parameter, local_shards(parameter, key="a parameter of the optimizer"), on_device)
 
     def zeros_for(self, entry: Entry, path: Sequence[Hashable]) -> torch.Tensor | None:

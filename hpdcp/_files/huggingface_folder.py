@@ -48,7 +48,7 @@ _PACKED_TYPE: Final = ("F4", "float4_e2m1fn_x2")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class FolderTensor:
     """One tensor of the folder."""
 
     key: str
@@ -96,7 +96,7 @@ class Weights:
     url: str
     listed_in: str
     """The file that says what there is: the index, or the only weights file."""
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[FolderTensor, ...]
     """Sorted by file, then in the order of their data."""
     files: tuple[WeightFile, ...]
     header_metadata: Mapping[str, Mapping[str, str]]
@@ -193,7 +193,7 @@ def _weights(backend: Backend, listed_in: str, shards: Sequence[_ReadFile]) -> W
         backend.url,
         listed_in,
         tuple(
-            StoredTensor(entry.key, shard.file.key, entry.dtype_name, entry.shape, entry.offset, entry.nbytes)
+            FolderTensor(entry.key, shard.file.key, entry.dtype_name, entry.shape, entry.offset, entry.nbytes)
             for shard in shards
             for entry in shard.header.entries
         ),

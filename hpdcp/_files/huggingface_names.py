@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp._files.huggingface_folder import StoredTensor, Weights
+from hpdcp._files.huggingface_folder import FolderTensor, Weights
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
 from hpdcp._format.metadata import NO_CHECKSUMS, Metadata, StorageTable
 from hpdcp._format.strings import StringColumn
@@ -35,12 +35,12 @@ MISMATCH_ADVICE: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Says of a stored tensor that it is one box of a larger wanted one.
 
     The wanted tensor ends where the parts that begin farthest end. For an expert's matrix in all experts' stacked ones:
 
-    >>> Part("mlp.experts.down_proj", offsets=(3, 0, 0)).box_of((16, 8))
+    >>> TensorPart("mlp.experts.down_proj", offsets=(3, 0, 0)).box_of((16, 8))
     Box(offsets=(3, 0, 0), sizes=(1, 16, 8))
     """
 
@@ -60,7 +60,10 @@ class Part:
         return Box(self.offsets, (1,) * added + shape)
 
 
-NameMapping = Mapping[str, str | Part] | Callable[[str], str | Part | None]
+Part = TensorPart
+"""The earlier name of `TensorPart`."""
+
+NameMapping = Mapping[str, str | TensorPart] | Callable[[str], str | TensorPart | None]
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,14 @@ class Names:
     name_map: NameMapping | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
 
-    def wanted(self, key: str) -> str | Part | None:
+    def wanted(self, key: str) -> str | TensorPart | None:
         """What the stored `key` is wanted as, before the prefix; None where it is left out."""
         if self.name_map is None:
             return key
         found: object = self.name_map(key) if callable(self.name_map) else self.name_map.get(key, key)
-        if found is not None and not isinstance(found, (str, Part)):
+        if found is not None and not isinstance(found, (str, TensorPart)):
             raise InvalidArgumentError(
-                f"name_map maps {key!r} to a {type(found).__name__}; expected a str, a Part, or None to leave it out."
+                f"name_map maps {key!r} to a {type(found).__name__}; expected a str, a TensorPart, or None to leave it out."
             )
         return found
 
@@ -93,13 +96,13 @@ class Names:
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """One tensor that a load may ask for, and what is stored of it."""
+class _ModelTensor:
+    """One tensor that a load may ask for, and the stored ones that are its parts."""
 
     name: str
     whole: bool
     """Whether one stored tensor is all of it."""
-    parts: list[tuple[Box, StoredTensor]]
+    parts: list[tuple[Box, FolderTensor]]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -156,9 +159,9 @@ def weights_metadata(weights: Weights, names: Names | None = None) -> Metadata:
     )
 
 
-def _gathered(weights: Weights, names: Names) -> dict[str, _Wanted]:
+def _gathered(weights: Weights, names: Names) -> dict[str, _ModelTensor]:
     """Wanted name, before the prefix → what is stored of it."""
-    found: dict[str, _Wanted] = {}
+    found: dict[str, _ModelTensor] = {}
     for tensor in weights.tensors:
         wanted = names.wanted(tensor.key)
         if wanted is None:
@@ -167,11 +170,11 @@ def _gathered(weights: Weights, names: Names) -> dict[str, _Wanted]:
         whole = isinstance(wanted, str)
         name = wanted if isinstance(wanted, str) else wanted.name
         box = Box((0,) * len(shape), shape) if isinstance(wanted, str) else wanted.box_of(shape)
-        before = found.setdefault(name, _Wanted(name, whole, []))
+        before = found.setdefault(name, _ModelTensor(name, whole, []))
         if before.parts and (whole or before.whole):
             raise InvalidArgumentError(
                 f"name_map maps both {before.parts[0][1].key!r} and {tensor.key!r} of {weights.url} to {name!r}; "
-                "give each its own name, or say with hpdcp.Part which part of it each is."
+                "give each its own name, or say with hpdcp.TensorPart which part of it each is."
             )
         before.parts.append((box, tensor))
     for each in found.values():
@@ -180,7 +183,7 @@ def _gathered(weights: Weights, names: Names) -> dict[str, _Wanted]:
     return found
 
 
-def _check_parts(wanted: _Wanted) -> None:
+def _check_parts(wanted: _ModelTensor) -> None:
     first_box, first = wanted.parts[0]
     for box, tensor in wanted.parts:
         if (box.ndim, tensor.torch_dtype) != (first_box.ndim, first.torch_dtype):
@@ -198,10 +201,10 @@ def _check_parts(wanted: _Wanted) -> None:
         met = index.overlapping(box).tolist()
         if len(met) > 1:
             others = [wanted.parts[number][1].key for number in met]
-            raise InvalidArgumentError(f"name_map gives the parts {others[:3]} of {wanted.name!r} the same place.")
+            raise InvalidArgumentError(f"name_map gives the parts {others[:3]} of {wanted.name!r} boxes that overlap.")
 
 
-def _entries(wanted: Mapping[str, _Wanted], names: Names) -> list[Entry]:
+def _entries(wanted: Mapping[str, _ModelTensor], names: Names) -> list[Entry]:
     entries = []
     for name, found in wanted.items():
         path = names.path_of(name)
@@ -209,7 +212,7 @@ def _entries(wanted: Mapping[str, _Wanted], names: Names) -> list[Entry]:
     return entries
 
 
-def _tied_entries(weights: Weights, wanted: Mapping[str, _Wanted], names: Names) -> list[Entry]:
+def _tied_entries(weights: Weights, wanted: Mapping[str, _ModelTensor], names: Names) -> list[Entry]:
     entries: list[Entry] = []
     stored = {tensor.key for tensor in weights.tensors}
     for key, target in names.tied.items():

@@ -10,12 +10,12 @@ from typing import Final, TypeAlias
 
 import typer
 
-from hpdcp._files.huggingface_names import Part
+from hpdcp._files.huggingface_names import TensorPart
 from hpdcp.commands.output import count_of, note
 
 _MOST_NAMES: Final = 5
 
-Named: TypeAlias = str | Part | None
+Named: TypeAlias = str | TensorPart | None
 Table: TypeAlias = dict[str, Named]
 
 
@@ -40,7 +40,7 @@ def _wanted(file: str, name: str, value: object) -> Named:
     if isinstance(value, dict) and set(value) == {"name", "offsets"}:
         where, offsets = value["name"], value["offsets"]
         if isinstance(where, str) and isinstance(offsets, list) and all(type(each) is int for each in offsets):
-            return Part(where, tuple(offsets))
+            return TensorPart(where, tuple(offsets))
     quoted = f' In TOML, a name with dots is quoted: "{name}.…" = "…".' if isinstance(value, dict) else ""
     raise typer.BadParameter(
         f"{file!r} maps {name!r} to {json.dumps(value, default=str)[:80]}; expected another name, null (JSON) to "
@@ -69,13 +69,13 @@ class NameTable:
         """
         if self._table is None:
             return None
-        part = next((name for name, value in self._table.items() if isinstance(value, Part)), None)
+        part = next((name for name, value in self._table.items() if isinstance(value, TensorPart)), None)
         if part is not None:
             raise typer.BadParameter(f"--name-map makes {part!r} a part of a larger tensor; expected a name.")
 
         def name_of(name: str) -> str | None:
             found = self._find(name)
-            assert not isinstance(found, Part)
+            assert not isinstance(found, TensorPart)
             return found
 
         return name_of

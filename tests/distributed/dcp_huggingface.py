@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import hpdcp
-from hpdcp import HuggingFaceReader, Part
+from hpdcp import HuggingFaceReader, TensorPart
 from hpdcp._base import config
 from hpdcp._base.errors import CorruptCheckpointError, HpdcpError, IncompleteCheckpointError, MissingKeysError
 from tests.support.backends import Traffic, registered
@@ -182,9 +182,9 @@ def test_stacked_experts_are_filled_from_the_files_of_each(
     parts = {("gate", n): whole[n, :rows] for n in range(count)} | {("up", n): whole[n, rows:] for n in range(count)}
     written(ranks, folder, {f"experts.{n}.{kind}": tensor.clone() for (kind, n), tensor in parts.items()})
 
-    def name_map(key: str) -> Part:
+    def name_map(key: str) -> TensorPart:
         _, number, kind = key.split(".")
-        return Part("experts.gate_up", (int(number), rows * (kind == "up"), 0))
+        return TensorPart("experts.gate_up", (int(number), rows * (kind == "up"), 0))
 
     targets = layout.blank_all(ranks, {"experts.gate_up": whole})
     traffic.reads.clear()

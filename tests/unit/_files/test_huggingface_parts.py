@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, HuggingFaceReader, Part, StandardLoadPlanner
+from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, HuggingFaceReader, TensorPart, StandardLoadPlanner
 from hpdcp._base.errors import CoverageError, HpdcpError, InvalidArgumentError, ShapeMismatchError
 from hpdcp._format.container import TensorEntry, build_header
 from hpdcp._plan.planner import PlannerContext
@@ -30,12 +30,12 @@ def expert(number: int, part: str) -> str:
     return f"mlp.experts.{number}.{part}.weight"
 
 
-def stacked(key: str) -> str | Part:
+def stacked(key: str) -> str | TensorPart:
     """As transformers 5 has them: all experts' matrices in one, those that multiply the same input side by side."""
     number, _, part = key.removeprefix("mlp.experts.").removesuffix(".weight").partition(".")
     if part == "down_proj":
-        return Part("mlp.experts.down_proj", (int(number), 0, 0))
-    return Part("mlp.experts.gate_up_proj", (int(number), {"gate_proj": 0, "up_proj": 3}[part], 0))
+        return TensorPart("mlp.experts.down_proj", (int(number), 0, 0))
+    return TensorPart("mlp.experts.gate_up_proj", (int(number), {"gate_proj": 0, "up_proj": 3}[part], 0))
 
 
 def experts(count: int) -> dict[str, torch.Tensor]:
@@ -70,17 +70,17 @@ def test_a_part_that_is_not_stored_is_a_hole_and_one_too_many_another_shape(tmp_
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"a": Part("w", (0, 0)), "b": Part("w", (1, 0))}, "the same place"),
-        ({"a": Part("w", (0, 0)), "b": "w"}, "'a' and 'b'"),
-        ({"b": Part("w", (0, 0)), "a": "w"}, "'a' and 'b'"),
-        ({"a": Part("w", (0, 0)), "b": Part("w", (0, 0, 0))}, "2 and 3 dimensions"),
-        ({"a": Part("w", (0, 0)), "c": Part("w", (2, 0))}, "cannot be parts of one tensor 'w'"),
-        ({"a": Part("w", (0,))}, "at least 2 numbers"),
-        ({"a": Part("w", (0, -1))}, "numbers from 0"),
-        ({"a": Part("w", (0, True))}, "numbers from 0"),
+        ({"a": TensorPart("w", (0, 0)), "b": TensorPart("w", (1, 0))}, "boxes that overlap"),
+        ({"a": TensorPart("w", (0, 0)), "b": "w"}, "'a' and 'b'"),
+        ({"b": TensorPart("w", (0, 0)), "a": "w"}, "'a' and 'b'"),
+        ({"a": TensorPart("w", (0, 0)), "b": TensorPart("w", (0, 0, 0))}, "2 and 3 dimensions"),
+        ({"a": TensorPart("w", (0, 0)), "c": TensorPart("w", (2, 0))}, "cannot be parts of one tensor 'w'"),
+        ({"a": TensorPart("w", (0,))}, "at least 2 numbers"),
+        ({"a": TensorPart("w", (0, -1))}, "numbers from 0"),
+        ({"a": TensorPart("w", (0, True))}, "numbers from 0"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(tmp_path: Path, table: dict[str, str | Part], said: str) -> None:
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, table: dict[str, str | TensorPart], said: str) -> None:
     write_single(tmp_path, {"a": torch.ones(2, 2), "b": torch.ones(2, 2), "c": torch.ones(2, 2, dtype=torch.int64)})
     assert said in refused({}, InvalidArgumentError, HuggingFaceReader(tmp_path, name_map=table))
 
@@ -89,7 +89,7 @@ def test_parts_of_a_row_tile_any_shape(tmp_path: Path) -> None:
     whole = torch.randn(7, 9)
     cuts = {"a": (0, 0, 4, 5), "b": (0, 5, 4, 4), "c": (4, 0, 3, 2), "d": (4, 2, 3, 7)}
     write_single(tmp_path, {k: whole[i : i + n, j : j + m].clone() for k, (i, j, n, m) in cuts.items()})
-    table = {key: Part("w", (i, j)) for key, (i, j, _, _) in cuts.items()}
+    table = {key: TensorPart("w", (i, j)) for key, (i, j, _, _) in cuts.items()}
     target = torch.zeros(7, 9)
     hpdcp.load({"w": target}, storage_reader=HuggingFaceReader(tmp_path, name_map=table))
     assert same(whole, target)
@@ -107,14 +107,14 @@ def test_a_mixture_of_experts_that_transformers_wrote_loads_into_its_stacked_par
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     expert_key = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
-    def name_map(key: str) -> str | Part:
+    def name_map(key: str) -> str | TensorPart:
         found = expert_key.fullmatch(key)
         if found is None:
             return key
         experts, number, kind = found[1], int(found[2]), found[3]
         if kind == "down":
-            return Part(f"{experts}.down_proj", (number, 0, 0))
-        return Part(f"{experts}.gate_up_proj", (number, settings.moe_intermediate_size * (kind == "up"), 0))
+            return TensorPart(f"{experts}.down_proj", (number, 0, 0))
+        return TensorPart(f"{experts}.gate_up_proj", (number, settings.moe_intermediate_size * (kind == "up"), 0))
 
     fresh = Qwen3MoeForCausalLM(settings)
     wanted = saved.state_dict()
@@ -146,11 +146,11 @@ def test_a_folder_of_a_large_mixture_of_experts_is_planned_from_its_headers(tmp_
         weight_map |= dict.fromkeys(group, name)
     write_index(tmp_path, {"weight_map": weight_map})
 
-    def name_map(key: str) -> Part:
+    def name_map(key: str) -> TensorPart:
         stem, number, part = key.removesuffix("_proj.weight").rsplit(".", 2)
         if part == "down":
-            return Part(f"{stem}.down_proj", (int(number), 0, 0))
-        return Part(f"{stem}.gate_up_proj", (int(number), inner if part == "up" else 0, 0))
+            return TensorPart(f"{stem}.down_proj", (int(number), 0, 0))
+        return TensorPart(f"{stem}.gate_up_proj", (int(number), inner if part == "up" else 0, 0))
 
     metadata = HuggingFaceReader(tmp_path, name_map=name_map).load_metadata()
     assert (len(metadata.entries), len(metadata.chunks)) == (2 * layers, layers * count * 3)
@@ -165,3 +165,7 @@ def test_a_folder_of_a_large_mixture_of_experts_is_planned_from_its_headers(tmp_
     plan = planner.build_local_plan()
     assert len(plan.items) == 2 * count
     assert sum(math.prod(item.lengths) for item in plan.items) == target.numel()
+
+
+def test_a_part_keeps_its_earlier_name() -> None:
+    assert hpdcp.Part is hpdcp.TensorPart is TensorPart
