@@ -24,8 +24,11 @@ from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError
 from hpdcp._base.splitting import batches
 from hpdcp._devices import device
 from hpdcp._devices.byte_pieces import byte_pieces
+from hpdcp._files.block_checker import BlockChecker
+from hpdcp._files.box_reads import BoxRead
 from hpdcp._files.layout import FileNaming, Layout, Verify
-from hpdcp._files.read_engine import BoxRead, Checker, in_parallel, read_boxes, read_extents
+from hpdcp._files.parallel import in_parallel
+from hpdcp._files.read_engine import read_boxes, read_extents
 from hpdcp._files.safetensors_layout import SafetensorsLayout, check_files
 from hpdcp._format.columns import EntryKind, EntryTable
 from hpdcp._format.metadata import Metadata, StorageInfo
@@ -249,10 +252,12 @@ class ZarrLayout(Layout):
         reads = [_box_read(metadata, item, targets) for item in tensors]
         if Compression.of(metadata.settings) is None:
             wanted = verify is Verify.ALWAYS or (verify is Verify.AUTO and backend.remote)
-            checker = Checker(backend, partial_blocks=verify is Verify.ALWAYS) if wanted else None
+            checker = BlockChecker(backend, partial_blocks=verify is Verify.ALWAYS) if wanted else None
             read_boxes(backend, reads, checker)
         else:
-            _read_compressed(backend, reads, None if verify is Verify.NEVER else Checker(backend, partial_blocks=False))
+            _read_compressed(
+                backend, reads, None if verify is Verify.NEVER else BlockChecker(backend, partial_blocks=False)
+            )
         for item, read in zip(tensors, reads, strict=True):
             targets.apply_tensor(item, read.target)
 
@@ -293,7 +298,7 @@ def _box_read(metadata: Metadata, item: ReadItem, targets: ReadTargets) -> BoxRe
     return BoxRead(fqn, stored, dtype, sizes, Box(item.storage_offsets, item.lengths), targets.acquire_tensor(item))
 
 
-def _read_compressed(backend: Backend, reads: Sequence[BoxRead], checker: Checker | None) -> None:
+def _read_compressed(backend: Backend, reads: Sequence[BoxRead], checker: BlockChecker | None) -> None:
     """Fill every target from chunks that are decompressed whole, each once."""
     by_key: dict[str, list[BoxRead]] = {}
     for read in reads:

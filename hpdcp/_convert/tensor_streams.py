@@ -27,8 +27,11 @@ from hpdcp._convert._stream_plan import ChunkRange, StreamPlanner, StreamStep
 from hpdcp._convert._stream_plan import StreamRequest as StreamRequest
 from hpdcp._devices import device
 from hpdcp._files import registry
+from hpdcp._files.block_checker import BlockChecker
+from hpdcp._files.box_reads import BoxRead
 from hpdcp._files.layout import Verify
-from hpdcp._files.read_engine import BoxRead, Checker, in_parallel, read_boxes
+from hpdcp._files.parallel import in_parallel
+from hpdcp._files.read_engine import read_boxes
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan.load_plan import LoadPlan, ReadItem
@@ -69,7 +72,7 @@ class TensorStreamer:
         verify = Verify(config.current().verify)
         skipped = verify is Verify.NEVER or (as_a_load and verify is Verify.AUTO and not reader.backend.remote)
         checked = metadata.has_checksums and not skipped
-        self._checker = Checker(reader.backend, partial_blocks=True) if checked else None
+        self._checker = BlockChecker(reader.backend, partial_blocks=True) if checked else None
         reader.configure_reader(metadata, PlannerContext(0, 1, is_coordinator=False, collective=False))
         self._versions = None if metadata.has_checksums else self._files_now()
 

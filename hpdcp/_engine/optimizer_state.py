@@ -162,7 +162,11 @@ def _nothing_there(metadata: Metadata, prefix: str) -> str:
 
 class _Allocation:
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, stored: Sequence[_StoredState], prefix: str
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | None,
+        stored: Sequence[_StoredState],
+        prefix: str,
     ) -> None:
         self._optimizer = optimizer
         self._stored = stored

@@ -22,7 +22,7 @@ from hpdcp._base.errors import (
     UnsupportedFormatError,
 )
 from hpdcp._base.timing import log_message
-from hpdcp._files.read_engine import for_each_file
+from hpdcp._files.parallel import for_each_file
 from hpdcp._format.checksums import head_mark
 from hpdcp._format.container import (
     MAX_READABLE_HEADER_BYTES,

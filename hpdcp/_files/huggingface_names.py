@@ -81,7 +81,8 @@ class Names:
         found: object = self.name_map(key) if callable(self.name_map) else self.name_map.get(key, key)
         if found is not None and not isinstance(found, (str, TensorPart)):
             raise InvalidArgumentError(
-                f"name_map maps {key!r} to a {type(found).__name__}; expected a str, a TensorPart, or None to leave it out."
+                f"name_map maps {key!r} to a {type(found).__name__}; expected a str, a TensorPart, or None to leave it "
+                "out."
             )
         return found
 

@@ -23,8 +23,8 @@ class HuggingFaceReader(FileSystemReader):
         checkpoint_id: folder or URL; may be left out when `load` is given one.
         prefix: put before every stored name: `"model."` for a state dict `{"model": model.state_dict()}`.
         name_map: stored name → wanted name, before the prefix: a table, in which names that stay as they are may be
-            left out, or a function, that returns None for a tensor to leave out. A `TensorPart` in place of a name says that
-            the tensor is one box of a larger wanted one, such as an expert's matrix in all experts' stacked ones.
+            left out, or a function, that returns None for a tensor to leave out. A `TensorPart` in place of a name says
+            that the tensor is one box of a larger wanted one, such as an expert's matrix in all experts' stacked ones.
         tied: a name that is not stored → the stored name of the tensor that it is tied to, as in
             `{"lm_head.weight": "model.embed_tokens.weight"}`; both are mapped as stored names are.
         file: the safetensors file in the folder to read, or its index (`*.safetensors.index.json`), such as

@@ -25,8 +25,8 @@ from hpdcp._files import registry
 from hpdcp._files.huggingface_folder import choose_file, read_weights
 from hpdcp._files.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
 from hpdcp._files.layout import Layout, Verify
+from hpdcp._files.parallel import for_each_file
 from hpdcp._files.publish import read_or_none
-from hpdcp._files.read_engine import for_each_file
 from hpdcp._format.file_names import LEASE, METADATA, is_data_key, rank_metadata_key, rank_of_metadata_key
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.agreement import check_agreement

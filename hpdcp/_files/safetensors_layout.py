@@ -24,8 +24,11 @@ from hpdcp._base.errors import CorruptCheckpointError, KeyExistsError
 from hpdcp._base.splitting import batches
 from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._devices.downloads import Downloads
+from hpdcp._files.block_checker import BlockChecker
+from hpdcp._files.box_reads import BoxRead
 from hpdcp._files.layout import FileNaming, Layout, Verify
-from hpdcp._files.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents
+from hpdcp._files.parallel import for_each_file
+from hpdcp._files.read_engine import read_boxes, read_extents
 from hpdcp._format.checksums import HEAD_BYTES, BlockChecksums, head_mark
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.container import MAX_HEADER_BYTES, PREFIX_BYTES, TensorEntry, build_header, parse_header
@@ -114,12 +117,14 @@ class SafetensorsLayout(Layout):
     ) -> None:
         wanted = verify is Verify.ALWAYS or (verify is Verify.AUTO and backend.remote)
         checked = wanted and metadata.has_checksums
-        checker = Checker(backend, partial_blocks=verify is Verify.ALWAYS) if checked else None
+        checker = BlockChecker(backend, partial_blocks=verify is Verify.ALWAYS) if checked else None
         objects = [item for item in items if item.kind is EntryKind.OBJECT]
         stored = [metadata.storage_info(item.storage_row) for item in objects]
         for item, extent, data in zip(objects, stored, read_extents(backend, stored), strict=True):
             # Small and decoded by code: always checked, whatever `verify` says of bulk data.
-            (checker or Checker(backend, partial_blocks=False)).check(extent, item.dest_index.fqn, 0, memoryview(data))
+            (checker or BlockChecker(backend, partial_blocks=False)).check(
+                extent, item.dest_index.fqn, 0, memoryview(data)
+            )
             targets.apply_bytes(item, bytes(data))
         tensors = [item for item in items if item.kind is not EntryKind.OBJECT]
         reads = [_box_read(metadata, item, targets) for item in tensors]

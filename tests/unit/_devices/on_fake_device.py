@@ -25,7 +25,7 @@ from hpdcp._devices import buffers, downloads, streams
 from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._devices.downloads import Downloads
 from hpdcp._devices.streams import after_the_caller
-from hpdcp._files import read_engine
+from hpdcp._files import box_reads
 from hpdcp._format.checksums import block_checksums
 from hpdcp._plan.planner import PlannerContext
 from hpdcp_backends.local import LocalBackend
@@ -49,7 +49,7 @@ def _nothing_left_queued() -> Iterator[None]:
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches and slabs of 4 KiB, so that small tensors take many."""
     monkeypatch.setattr(downloads, "BATCH_BYTES", 4096)
-    monkeypatch.setattr(read_engine, "SLAB_BYTES", 4096)
+    monkeypatch.setattr(box_reads, "SLAB_BYTES", 4096)
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:

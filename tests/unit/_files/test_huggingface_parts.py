@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, HuggingFaceReader, TensorPart, StandardLoadPlanner
+from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, HuggingFaceReader, StandardLoadPlanner, TensorPart
 from hpdcp._base.errors import CoverageError, HpdcpError, InvalidArgumentError, ShapeMismatchError
 from hpdcp._format.container import TensorEntry, build_header
 from hpdcp._plan.planner import PlannerContext

@@ -20,8 +20,11 @@ from hypothesis import strategies as st
 
 from hpdcp._base.backend import Backend, ByteRange, KeyInfo, checked_buffers
 from hpdcp._base.errors import CorruptCheckpointError, KeyNotFoundError, KeyTruncatedError
-from hpdcp._files import read_engine
-from hpdcp._files.read_engine import BoxRead, Checker, for_each_file, read_boxes, read_extents
+from hpdcp._files import box_reads
+from hpdcp._files.block_checker import BlockChecker
+from hpdcp._files.box_reads import BoxRead
+from hpdcp._files.parallel import for_each_file
+from hpdcp._files.read_engine import read_boxes, read_extents
 from hpdcp._format.checksums import BLOCK_BYTES
 from hpdcp._format.metadata import StorageInfo
 from hpdcp._state.geometry import Box
@@ -155,10 +158,10 @@ def test_any_box_arrives_bit_for_bit(
     backend = MemoryBackend(b"\xaa" * offset + raw + b"\xbb" * 8, maps=maps)
     stored = stored_as(raw, offset)
     reads = [BoxRead("w", stored, dtype, sizes, box, make_target(box.sizes, dtype, kind)) for box in boxes]
-    checker = None if partial is None else Checker(backend, partial_blocks=partial)
+    checker = None if partial is None else BlockChecker(backend, partial_blocks=partial)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_engine, "SLAB_BYTES", slab)
-        patch.setattr(read_engine, "_LONG_RUN_BYTES", long_run)
+        patch.setattr(box_reads, "SLAB_BYTES", slab)
+        patch.setattr(box_reads, "_LONG_RUN_BYTES", long_run)
         read_boxes(backend, reads, checker)
     for read, box in zip(reads, boxes, strict=True):
         wanted = chunk[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))]
@@ -213,7 +216,7 @@ def test_rows_are_read_without_the_rest_of_the_tensor() -> None:
 def test_a_column_passes_each_byte_of_its_rows_once_and_in_bounded_pieces(
     maps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_engine, "SLAB_BYTES", 400)
+    monkeypatch.setattr(box_reads, "SLAB_BYTES", 400)
     chunk = torch.arange(1000.0).reshape(100, 10)
     backend = MemoryBackend(bits(chunk), maps=maps)
     target = torch.zeros(100, 2)
@@ -238,7 +241,7 @@ def test_a_block_that_differs_is_named_with_file_tensor_and_bytes(kind: str, map
     target = make_target((len(raw),), torch.uint8, kind)
     read = BoxRead("layer.w", stored_as(raw, 4), torch.uint8, (len(raw),), Box((0,), (len(raw),)), target)
     with pytest.raises(CorruptCheckpointError) as caught:
-        read_boxes(backend, [read], Checker(backend, partial_blocks=False))
+        read_boxes(backend, [read], BlockChecker(backend, partial_blocks=False))
     for part in (KEY, "layer.w", str(4 + BLOCK_BYTES), str(4 + len(raw))):
         assert part in str(caught.value)
     read_boxes(backend, [read], None)
@@ -255,16 +258,16 @@ def test_a_block_read_in_part_is_checked_only_when_asked_and_then_once() -> None
             BoxRead("w", stored, torch.uint8, (len(raw),), box, torch.zeros(10, dtype=torch.uint8)) for box in boxes
         ]
 
-    read_boxes(backend, reads(), Checker(backend, partial_blocks=False))
+    read_boxes(backend, reads(), BlockChecker(backend, partial_blocks=False))
     assert sum(asked.length for asked in backend.asked) == 40
     backend.asked.clear()
-    read_boxes(backend, reads(), Checker(backend, partial_blocks=True))
+    read_boxes(backend, reads(), BlockChecker(backend, partial_blocks=True))
     assert sum(asked.length for asked in backend.asked) == 40 + BLOCK_BYTES
     last = BoxRead(
         "w", stored_as(raw, 0), torch.uint8, (len(raw),), Box((len(raw) - 1,), (1,)), torch.zeros(1, dtype=torch.uint8)
     )
     with pytest.raises(CorruptCheckpointError):
-        read_boxes(backend, [last], Checker(backend, partial_blocks=True))
+        read_boxes(backend, [last], BlockChecker(backend, partial_blocks=True))
 
 
 def test_a_file_that_is_short_or_lost_is_an_error_of_the_store() -> None:
@@ -282,7 +285,7 @@ def test_a_file_that_is_short_or_lost_is_an_error_of_the_store() -> None:
 def test_every_block_that_arrives_whole_is_checked_whatever_way_it_takes(
     dtype: torch.dtype, maps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_engine, "SLAB_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(box_reads, "SLAB_BYTES", BLOCK_BYTES)
     raw = bytes(4 * BLOCK_BYTES + 99)
     begin = BLOCK_BYTES // 2
 
@@ -293,7 +296,7 @@ def test_every_block_that_arrives_whole_is_checked_whatever_way_it_takes(
         read_boxes(
             backend,
             [BoxRead("w", stored_as(raw, 0), torch.uint8, (len(raw),), box, target)],
-            Checker(backend, partial_blocks=False),
+            BlockChecker(backend, partial_blocks=False),
         )
 
     read(BLOCK_BYTES - 1)  # of the first block only a part arrives
@@ -315,7 +318,7 @@ class MeetingBackend(MemoryBackend):
 
 
 def test_windows_are_fetched_several_at_once_across_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_engine, "SLAB_BYTES", 1000)
+    monkeypatch.setattr(box_reads, "SLAB_BYTES", 1000)
     raw = np.random.default_rng(5).bytes(4000)
     target = torch.zeros(4000, dtype=torch.uint8)
     backend = MeetingBackend(raw, together=4)
@@ -331,7 +334,7 @@ def test_files_are_looked_at_several_at_once_across_a_network() -> None:
 
 
 def test_after_a_failure_no_further_window_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_engine, "SLAB_BYTES", 10)
+    monkeypatch.setattr(box_reads, "SLAB_BYTES", 10)
     raw = bytes(10_000)
     backend = MemoryBackend(raw[:5], maps=False)
     target = torch.zeros(10_000, dtype=torch.uint8)
@@ -343,7 +346,7 @@ def test_after_a_failure_no_further_window_is_asked_for(monkeypatch: pytest.Monk
 
 
 def test_an_interrupt_ends_the_reading_of_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_engine, "SLAB_BYTES", 10)
+    monkeypatch.setattr(box_reads, "SLAB_BYTES", 10)
     raw = bytes(20_000)
     backend = MemoryBackend(raw, maps=False)
     asked = threading.Event()
