@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Final
 
 from hpdcp._base.backend import Backend, ByteRange
+from hpdcp._convert._location import Location
 
-PIECE_BYTES: Final = 8 << 20
+_BLOCK_BYTES: Final = 8 << 20
 
 _WEIGHTS: Final = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf",
@@ -16,26 +19,47 @@ _WEIGHTS: Final = (
 """Ends of names of weights, in all formats that model folders hold, and of checkpoints: never copied."""
 
 
-def side_files(backend: Backend, *, but: str = "") -> dict[str, int]:
-    """What belongs beside the weights of a folder, sub-folders too: key → size. Hidden files do not, nor what lies
-    under `but`."""
-    return {
-        info.key: info.size
-        for info in backend.list_keys(recursive=True)
-        if not info.key.lower().endswith(_WEIGHTS)
-        and not any(part.startswith(".") for part in info.key.split("/"))
-        and not (but and info.key.startswith(f"{but}/"))
-    }
+@dataclass(frozen=True)
+class AuxiliaryFiles:
+    """The auxiliary files of one folder."""
+
+    folder: Location | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Key → bytes."""
+
+    @classmethod
+    def find(cls, folder: Location | None, *, leave_out: Location) -> AuxiliaryFiles:
+        """Those of `folder`, sub-folders too, but not what lies in the folder `leave_out`; none where that is None.
+
+        Hidden files are none.
+        """
+        if folder is None:
+            return cls()
+        inside = leave_out.url.removeprefix(folder.url.rstrip("/") + "/")
+        excluded = "" if inside == leave_out.url else f"{inside}/"
+        with closing(folder.open()) as backend:
+            listing = backend.list_keys(recursive=True)
+        sizes = {
+            info.key: info.size
+            for info in listing
+            if not info.key.lower().endswith(_WEIGHTS)
+            and not any(part.startswith(".") for part in info.key.split("/"))
+            and not (excluded and info.key.startswith(excluded))
+        }
+        return cls(folder, sizes)
+
+    def copy_to(self, target: Backend) -> None:
+        """Copy each, replacing what is there."""
+        if self.folder is None or not self.sizes:
+            return
+        with closing(self.folder.open()) as source:
+            for key, size in self.sizes.items():
+                target.write(key, _blocks(source, key, size), size=size, exclusive=False)
 
 
-def copy_files(source: Backend, target: Backend, files: dict[str, int]) -> None:
-    """Each of `files` of one store to the other, replacing what is there."""
-    for key, size in files.items():
-        target.write(key, _pieces(source, key, size), size=size, exclusive=False)
-
-
-def _pieces(source: Backend, key: str, size: int) -> Iterator[memoryview]:
-    for start in range(0, size, PIECE_BYTES):
-        piece = memoryview(bytearray(min(PIECE_BYTES, size - start)))
-        source.read_ranges(key, [ByteRange(start, len(piece))], [piece])
-        yield piece
+def _blocks(source: Backend, key: str, size: int) -> Iterator[memoryview]:
+    # Fresh memory for each: a store may hold on to many of them until the upload ends.
+    for start in range(0, size, _BLOCK_BYTES):
+        block = memoryview(bytearray(min(_BLOCK_BYTES, size - start)))
+        source.read_ranges(key, [ByteRange(start, len(block))], [block])
+        yield block

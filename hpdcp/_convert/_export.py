@@ -15,12 +15,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Final
-
-import torch
+from collections.abc import Callable, Iterator
+from typing import Final, TypeAlias
 
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import (
@@ -28,184 +24,19 @@ from hpdcp._base.errors import (
     CommitUncertainError,
     HpdcpError,
     InvalidArgumentError,
-    NotSupportedError,
     PeerLostError,
-    UnsupportedTypeError,
 )
-from hpdcp._base.splitting import assign_evenly
 from hpdcp._base.timing import log_message
 from hpdcp._comm.exchange import Exchange
+from hpdcp._convert._export_plan import ExportFile, ExportPlan
 from hpdcp._files.huggingface_folder import INDEX, WEIGHTS
 from hpdcp._files.publish import publish_or_doubt, read_or_none
-from hpdcp._format.container import TensorEntry, build_header, entry_nbytes
-from hpdcp._format.dtypes import SAFETENSORS_NAMES
-from hpdcp._state.dtypes import dtype_name
 from hpdcp._state.mismatches import listed
 
-HEADER_METADATA: Final = {"format": "pt"}
-"""What transformers asks of a file's header."""
-
-_PACKED: Final = "float4_e2m1fn_x2"
-"""Counts pairs, where safetensors counts elements."""
 _SHARD: Final = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
-_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT])(I?)B\s*", re.IGNORECASE)
 _MOST_NAMED: Final = 5
 
-
-@dataclass(frozen=True, slots=True)
-class ExportTensor:
-    """One tensor as a safetensors file describes it."""
-
-    name: str
-    dtype_name: str
-    """safetensors' name."""
-    shape: tuple[int, ...]
-    """safetensors' shape."""
-    nbytes: int
-
-    @classmethod
-    def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int]) -> ExportTensor:
-        """Of a tensor in torch.
-
-        Raises:
-            UnsupportedTypeError: safetensors has no name for its dtype.
-        """
-        torch_name = dtype_name(dtype)
-        sizes = tuple(shape)
-        if torch_name == _PACKED and sizes:
-            stored_as, sizes = "F4", (*sizes[:-1], 2 * sizes[-1])
-        elif torch_name in SAFETENSORS_NAMES:
-            stored_as = SAFETENSORS_NAMES[torch_name]
-        else:
-            raise UnsupportedTypeError(
-                f"{name!r} has dtype {torch_name}, which the safetensors format cannot name, so no Hugging Face file "
-                "can hold it. Leave it out, or cast it with dtype= where that is a cast to one of "
-                f"{', '.join(SAFETENSORS_NAMES)}."
-            )
-        return cls(name, stored_as, sizes, entry_nbytes(stored_as, sizes))
-
-
-@dataclass(frozen=True)
-class ExportFile:
-    """One file of weights, its tensors in the order of their bytes."""
-
-    key: str
-    tensors: tuple[ExportTensor, ...]
-
-    @cached_property
-    def header(self) -> bytes:
-        """Its first bytes."""
-        entries = [TensorEntry(t.name, t.dtype_name, t.shape, t.nbytes) for t in self.tensors]
-        return build_header(entries, HEADER_METADATA)[0]
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return len(self.header) + self.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
-@dataclass(frozen=True)
-class ExportPlan:
-    """What a folder of weights will hold."""
-
-    files: tuple[ExportFile, ...]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether there is an index."""
-        return len(self.files) > 1
-
-    @cached_property
-    def index(self) -> bytes:
-        """The index of shards, as transformers writes it."""
-        table = {
-            "metadata": {"total_size": sum(file.nbytes for file in self.files)},
-            "weight_map": {tensor.name: file.key for file in self.files for tensor in file.tensors},
-        }
-        return (json.dumps(table, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Every file that will be written, and its length in bytes."""
-        sizes = {file.key: file.size for file in self.files}
-        return {**sizes, INDEX: len(self.index)} if self.is_sharded else sizes
-
-    def shares(self, world_size: int) -> list[list[ExportFile]]:
-        """The files that each rank writes, about as many bytes each."""
-        found: list[list[ExportFile]] = [[] for _ in range(world_size)]
-        largest_first = sorted(self.files, key=lambda file: (-file.nbytes, file.key))
-        ranks = assign_evenly((file.nbytes for file in largest_first), world_size)
-        for rank, file in zip(ranks, largest_first, strict=True):
-            found[rank].append(file)
-        return found
-
-
-def plan_export(tensors: Sequence[ExportTensor], max_shard_size: int | str) -> ExportPlan:
-    """Which files hold these tensors, in their order, as huggingface_hub splits them.
-
-    Raises:
-        InvalidArgumentError: no tensors, a name no file can hold, or a size that is none.
-        NotSupportedError: huggingface_hub is not installed.
-    """
-    most = parse_size(max_shard_size)
-    if not tensors:
-        raise InvalidArgumentError("there is no tensor to export: a folder of weights holds at least one.")
-    try:
-        from huggingface_hub import split_state_dict_into_shards_factory
-    except ImportError as error:
-        raise NotSupportedError(
-            f"writing Hugging Face files needs the package huggingface_hub ({error}). Install it: "
-            'pip install "hpdcp[hf]".'
-        ) from error
-    by_name = {tensor.name: tensor for tensor in tensors}
-    split = split_state_dict_into_shards_factory(
-        {name: tensor.nbytes for name, tensor in by_name.items()},
-        get_storage_size=int,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=most,
-    )
-    return ExportPlan(
-        tuple(
-            # Wide elements first, so that each starts where its dtype may; stable, so else as given.
-            ExportFile(key, tuple(sorted((by_name[name] for name in names), key=_narrowness)))
-            for key, names in split.filename_to_tensors.items()
-        )
-    )
-
-
-def _narrowness(tensor: ExportTensor) -> int:
-    return -entry_nbytes(tensor.dtype_name, (8,))
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes that `size` says, by the conventions of huggingface_hub: `MB` is 10**6, `MiB` 2**20, an int is bytes.
-
-    >>> parse_size("5GB"), parse_size("1.5 mb"), parse_size("2MiB"), parse_size(7)
-    (5000000000, 1500000, 2097152, 7)
-
-    Raises:
-        InvalidArgumentError: it is anything else, or nothing.
-    """
-    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if found is not None:
-        number, unit, binary = found.groups()
-        nbytes = int(float(number) * (1024 if binary else 1000) ** (1 + "KMGT".index(unit.upper())))
-    else:
-        nbytes = size if isinstance(size, int) and not isinstance(size, bool) else 0
-    if nbytes < 1:
-        raise InvalidArgumentError(
-            f"max_shard_size is {size!r}; expected a number of bytes as an int, or a str with a unit: '5GB', '500MB', "
-            "'2GiB' (KB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB of 1024)."
-        )
-    return nbytes
-
-
-Pieces = Callable[[ExportFile], Iterator[memoryview]]
+FileContents: TypeAlias = Callable[[ExportFile], Iterator[memoryview]]
 """The bytes of a file's tensors, one after another."""
 
 
@@ -215,7 +46,8 @@ class Export:
     Args:
         overwrite: whether an older export whose shards have the names of new ones may be taken out of use first; the
             folder then holds nothing that loads until the new one is complete.
-        beside: writes what belongs beside the weights; called by the coordinator right before they become whole.
+        write_auxiliary: writes what belongs beside the weights; called by the coordinator right before they become
+            whole.
     """
 
     def __init__(
@@ -225,16 +57,16 @@ class Export:
         exchange: Exchange,
         *,
         overwrite: bool = False,
-        beside: Callable[[], None] = lambda: None,
+        write_auxiliary: Callable[[], None] = lambda: None,
     ) -> None:
         self._backend = backend
         self._plan = plan
         self._exchange = exchange
         self._overwrite = overwrite
-        self._beside = beside
+        self._write_auxiliary = write_auxiliary
         self._written: list[str] = []
 
-    def write(self, pieces: Pieces) -> None:
+    def write(self, contents: FileContents) -> None:
         """Write it all; every rank returns when the folder is whole, or raises.
 
         Raises:
@@ -251,7 +83,7 @@ class Export:
             )
         exchange.agree("preparing the export", self._prepare if exchange.is_coordinator else lambda: None)
         try:
-            exchange.agree("writing the export", lambda: self._write_files(pieces))
+            exchange.agree("writing the export", lambda: self._write_files(contents))
             exchange.agree("completing the export", self._complete if exchange.is_coordinator else lambda: None)
         except Exception as error:
             if not _may_be_whole(error):
@@ -279,7 +111,7 @@ class Export:
         if taken:
             self._backend.delete([INDEX])
         if not self._plan.is_sharded:
-            self._beside()
+            self._write_auxiliary()
 
     def _named_by_old_index(self) -> set[str]:
         data = read_or_none(self._backend, INDEX)
@@ -291,19 +123,19 @@ class Export:
             # Whatever it means, it may name any shard.
             return {info.key for info in self._backend.list_keys() if _SHARD.fullmatch(info.key)}
 
-    def _write_files(self, pieces: Pieces) -> None:
+    def _write_files(self, contents: FileContents) -> None:
         for file in self._plan.shares(self._exchange.world_size)[self._exchange.rank]:
 
             def buffers(file: ExportFile = file) -> Iterator[memoryview]:
                 yield memoryview(file.header)
-                yield from pieces(file)
+                yield from contents(file)
 
             self._backend.write(file.key, buffers(), size=file.size, exclusive=False)
             self._written.append(file.key)
 
     def _complete(self) -> None:
         if self._plan.is_sharded:
-            self._beside()
+            self._write_auxiliary()
             publish_or_doubt(self._backend, INDEX, self._plan.index)
         try:
             self._remove_older()

@@ -26,15 +26,15 @@ _LEAST_SHARE: Final = 64 << 20
 
 
 class ConversionPlanner(SavePlanner):
-    """Stores the tensors of `source`, under their names, each as one chunk, or a few where it is a large part of all.
+    """Stores the tensors of a streamer, under their names, each as one chunk, or a few where it is a large part of all.
 
     Args:
-        source: whose metadata holds tensors and aliases only.
+        streamer: whose metadata holds tensors and aliases only.
         on_bytes: told of each so many bytes that were handed out to be written.
     """
 
-    def __init__(self, source: TensorStreamer, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        self._source = source
+    def __init__(self, streamer: TensorStreamer, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        self._streamer = streamer
         self._on_bytes = on_bytes
         self._expected: list[WriteItem] = []
         self._next = 0
@@ -44,15 +44,15 @@ class ConversionPlanner(SavePlanner):
         self._context = context
 
     def build_local_plan(self) -> SavePlan:
-        metadata = self._source.metadata
+        metadata = self._streamer.metadata
         mine = shares(metadata, self._context.world_size)[self._context.rank]
-        self._source.check([StreamRequest(row, box) for row, box in mine])
+        self._streamer.check([StreamRequest(row, box) for row, box in mine])
         entries = [metadata.entries[row] for row in range(len(metadata.entries))]
         items = [
             WriteItem(
                 MetadataIndex(entries[row].fqn, box.offsets, box.sizes, entries[row].owner),
                 EntryKind.TENSOR,
-                box.volume * self._source.dtype(row).itemsize,
+                box.volume * self._streamer.dtype(row).itemsize,
             )
             for row, box in mine
         ]
@@ -68,13 +68,13 @@ class ConversionPlanner(SavePlanner):
     def expect(self, items: Sequence[WriteItem]) -> None:
         self.close()
         self._expected = list(items)
-        self._stream = self._source.stream([self._wanted(item) for item in items])
+        self._stream = self._streamer.stream([self._request(item) for item in items])
 
     def get_parts(self, item: WriteItem) -> Iterator[torch.Tensor]:
         expected = self._next < len(self._expected) and self._expected[self._next] == item
         stream = self._stream if expected else None
         if stream is None:
-            stream = self._source.stream([self._wanted(item)])
+            stream = self._streamer.stream([self._request(item)])
         self._next += expected
         left = item.nbytes
         while left:
@@ -85,18 +85,14 @@ class ConversionPlanner(SavePlanner):
             self._on_bytes(nbytes)
 
     def get_tensor(self, item: WriteItem) -> torch.Tensor:
-        return self._source.whole(self._wanted(item))
+        return self._streamer.whole(self._request(item))
 
     def get_bytes(self, item: WriteItem) -> bytes:
         raise InvalidArgumentError(f"{item.index.fqn!r} is a Python value; a ConversionPlanner stores tensors only.")
 
-    def everything(self) -> list[StreamRequest]:
-        """All that is to be stored, by whatever rank."""
-        return [StreamRequest(row, box) for row, box in shares(self._source.metadata, 1)[0]]
-
     def finish_write(self) -> None:
         self.close()
-        self._source.check_unchanged()
+        self._streamer.check_unchanged()
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -104,8 +100,13 @@ class ConversionPlanner(SavePlanner):
             self._stream.close()
         self._stream, self._expected, self._next = None, [], 0
 
-    def _wanted(self, item: WriteItem) -> StreamRequest:
+    def _request(self, item: WriteItem) -> StreamRequest:
         return StreamRequest(self._row_of[item.index.fqn, item.index.owner], Box(item.index.offsets, item.index.sizes))
+
+
+def requests_of_all(metadata: Metadata) -> list[StreamRequest]:
+    """All that a conversion stores, by whatever rank."""
+    return [StreamRequest(row, box) for row, box in shares(metadata, 1)[0]]
 
 
 def shares(metadata: Metadata, world_size: int) -> list[list[tuple[int, Box]]]:

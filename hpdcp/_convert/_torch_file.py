@@ -9,7 +9,7 @@ import os
 import pickle
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -19,9 +19,9 @@ from hpdcp._base.backend import TEMPORARY_PREFIX, Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError, StorageError, UnsafePickleError
 from hpdcp._devices import device
 
-PIECE_BYTES: Final = 16 << 20
+_BLOCK_BYTES: Final = 16 << 20
 """What is moved at a time between a store and a temporary file."""
-ALIGNMENT: Final = 64
+_ALIGNMENT: Final = 64
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 
@@ -33,20 +33,20 @@ def local_copy(backend: Backend, key: str, local_path: str | None) -> Iterator[s
         yield local_path
         return
     with tempfile.NamedTemporaryFile(prefix="hpdcp-") as copy:
-        for piece in pieces_of(backend, key):
-            copy.write(piece)
+        for block in _blocks_of(backend, key):
+            copy.write(block)
         copy.flush()
         yield copy.name
 
 
-def pieces_of(backend: Backend, key: str) -> Iterator[memoryview]:
-    """The key's bytes, in order; each piece is good until the one after it is asked for."""
+def _blocks_of(backend: Backend, key: str) -> Iterator[memoryview]:
+    """The key's bytes, in order; each block is good until the one after it is asked for."""
     size = backend.size(key)
-    buffers = [memoryview(bytearray(min(size, PIECE_BYTES))) for _ in range(2)]
-    for number, start in enumerate(range(0, size, PIECE_BYTES)):
-        piece = buffers[number % 2][: min(PIECE_BYTES, size - start)]
-        backend.read_ranges(key, [ByteRange(start, len(piece))], [piece])
-        yield piece
+    buffers = [memoryview(bytearray(min(size, _BLOCK_BYTES))) for _ in range(2)]
+    for number, start in enumerate(range(0, size, _BLOCK_BYTES)):
+        block = buffers[number % 2][: min(_BLOCK_BYTES, size - start)]
+        backend.read_ranges(key, [ByteRange(start, len(block))], [block])
+        yield block
 
 
 def load_torch_file(path: str, *, shown: str) -> Mapping[Any, Any]:
@@ -137,9 +137,9 @@ def upload(path: str, backend: Backend, key: str) -> None:
     """Store the file of this host under the key."""
     size = os.stat(path).st_size
     with open(path, "rb") as file:
-        # Fresh memory for each piece: a store may hold on to many of them until the upload ends.
-        pieces = (memoryview(file.read(PIECE_BYTES)) for _ in range(0, size, PIECE_BYTES))
-        backend.write(key, pieces, size=size, exclusive=False)
+        # Fresh memory for each: a store may hold on to many of them until the upload ends.
+        blocks = (memoryview(file.read(_BLOCK_BYTES)) for _ in range(0, size, _BLOCK_BYTES))
+        backend.write(key, blocks, size=size, exclusive=False)
 
 
 class ScratchMemory:
@@ -155,13 +155,18 @@ class ScratchMemory:
         self._folder = folder
         self._used = 0
 
+    @classmethod
+    def for_tensors(cls, sizes: Iterable[int], folder: str | None = None) -> ScratchMemory:
+        """Room for tensors of so many bytes each."""
+        return cls(sum(_rounded(nbytes) for nbytes in sizes), folder)
+
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of a part of the memory; parts are rounded up to `ALIGNMENT` bytes."""
+        """A tensor of a part of the memory; each is rounded up to `_ALIGNMENT` bytes."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if nbytes == 0:
             return device.empty_on_host(shape, dtype)
         start = self._used
-        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._used += _rounded(nbytes)
         return device.tensor_over(self._whole[start : start + nbytes]).view(dtype).view(tuple(shape))
 
     @cached_property
@@ -172,3 +177,7 @@ class ScratchMemory:
                 return memoryview(mmap.mmap(file.fileno(), self._nbytes))
             except OSError as error:
                 raise StorageError(f"cannot make a temporary file of {self._nbytes} bytes: {error}.") from error
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpdcp._comm.process_group import open_exchange
-from hpdcp._convert._export_run import Progress, counter
-from hpdcp._convert._planner import ConversionPlanner, shares
-from hpdcp._convert.locations import (
-    Access,
-    Options,
-    holds_checkpoint,
-    metadata_of,
-    require_checkpoint,
-    two_places,
-    verify_setting,
-)
+from hpdcp._convert._location import Location, Options, verify_setting
+from hpdcp._convert._planner import ConversionPlanner
+from hpdcp._convert._sources import checkpoint_metadata
+from hpdcp._convert._streamed_save import save_streamed
+from hpdcp._convert.conversion import Conversion, ConversionOptions, Progress
 from hpdcp._convert.stored_objects import object_rows, read_objects
 from hpdcp._convert.tensor_streams import TensorStreamer
-from hpdcp._convert.transform import Conversion
-from hpdcp._engine.save import save_state
-from hpdcp._files.reader import FileSystemReader
-from hpdcp._files.writer import FileSystemWriter
 from hpdcp._format.columns import EntryKind, concat_chunks
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan.planner import PlannerContext
 from hpdcp._plan.save_plan import SavePlan, WriteItem
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CopyOptions(ConversionOptions):
+    """What `convert_dcp_to_dcp` is told."""
+
+    layout: str | None
 
 
 def convert_dcp_to_dcp(
@@ -68,55 +64,27 @@ def convert_dcp_to_dcp(
         CheckpointError, StateDictError: a source that is damaged, or cannot be stored in that layout.
         StorageError: a store failed; the destination is as it was.
     """
-    source, target = two_places(src, dst)
-    from_, to = Access(src_backend, src_storage_options), Access(dst_backend, dst_storage_options)
-    exchange = open_exchange(no_dist=no_dist, use_collectives=True)
-    with closing(
-        FileSystemReader(source, backend=from_.backend, storage_options=from_.options, verify=verify_setting())
-    ) as reader:
-        metadata = metadata_of(reader, exchange)
-        require_checkpoint(metadata, source)
-        stored = exchange.agree("opening the source", lambda: TensorStreamer(reader, metadata))
-        tensors = {
-            metadata.entries.fqns[row]: _nbytes(stored, row)
-            for row in np.flatnonzero(metadata.entries.kinds == EntryKind.TENSOR).tolist()
-        }
-        replaced = exchange.agree("looking at the destination", lambda: holds_checkpoint(target, to))
-        if dry_run:
-            planner = _CopyPlanner(stored, reader)
-            exchange.agree("checking the source", lambda: stored.check(planner.everything()))
-            return Conversion(source, target, tensors, {}, dry_run=True, replaced=replaced)
-        mine = shares(metadata, exchange.world_size)[exchange.rank]
-        total = sum(box.volume * stored.dtype(row).itemsize for row, box in mine)
-        planner = _CopyPlanner(stored, reader, counter(progress, total))
-        try:
-            saved = save_state(
-                {},
-                open_writer=lambda: FileSystemWriter(
-                    target, backend=to.backend, layout=layout, storage_options=to.options
-                ),
-                planner=planner,
-                exchange=exchange,
-                collective=True,
-            )
-        finally:
-            planner.close()
-        return Conversion(source, target, tensors, dict(saved.files), replaced=replaced)
-
-
-def _nbytes(stored: TensorStreamer, row: int) -> int:
-    return int(stored.metadata.entries.volumes()[row]) * stored.dtype(row).itemsize
+    options = _CopyOptions(
+        source=Location.of(src, src_backend, src_storage_options),
+        destination=Location.of(dst, dst_backend, dst_storage_options),
+        layout=layout,
+        dry_run=dry_run,
+        progress=progress,
+        no_dist=no_dist,
+    )
+    exchange = options.open_exchange()
+    with closing(options.source.checkpoint_reader(verify=verify_setting())) as reader:
+        metadata = checkpoint_metadata(reader, exchange)
+        return save_streamed(reader, metadata, options, exchange, planner_class=_CopyPlanner, layout=options.layout)
 
 
 class _CopyPlanner(ConversionPlanner):
     """Stores Python values as well, all of them on the coordinator, as the source encoded them."""
 
-    def __init__(
-        self, source: TensorStreamer, reader: FileSystemReader, on_bytes: Callable[[int], None] = lambda _: None
-    ) -> None:
-        super().__init__(source, on_bytes)
-        self._metadata = source.metadata
-        self._reader = reader
+    def __init__(self, streamer: TensorStreamer, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        super().__init__(streamer, on_bytes)
+        self._metadata = streamer.metadata
+        self._reader = streamer.reader
         self._values: dict[tuple[str, int | None], bytes] = {}
 
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpdcp._base.errors import HpdcpError, InvalidArgumentError
-from hpdcp._comm.exchange import Alone
-from hpdcp._convert.locations import metadata_of
-from hpdcp._convert.selection import natural_key
+from hpdcp._base.natural_order import natural_key
 from hpdcp._convert.stored_objects import read_objects
 from hpdcp._convert.tensor_streams import StreamRequest, TensorStreamer
 from hpdcp._files.reader import FileSystemReader
@@ -28,6 +26,7 @@ from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata
 from hpdcp._manage._value_differences import Flow, Tally
 from hpdcp._manage._value_differences import ValueDifference as ValueDifference
+from hpdcp._manage.inspect import open_checkpoint
 from hpdcp._state import objects
 from hpdcp._state.dtypes import itemsize_of
 from hpdcp._state.geometry import Box
@@ -204,9 +203,9 @@ class _Side:
     def open(
         cls, place: str | Path, reader: FileSystemReader | None, prefix: str, keys: Sequence[str], opened: ExitStack
     ) -> _Side:
-        reader = opened.enter_context(closing(reader or FileSystemReader()))
-        reader.initialize_reader(place)
-        metadata = metadata_of(reader, Alone())
+        reader = reader or FileSystemReader()
+        _, found = opened.enter_context(open_checkpoint(place, reader))
+        metadata = found.metadata
         owners = metadata.entries.owners.tolist()
         rows = {
             (name, owner): row

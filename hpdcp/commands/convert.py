@@ -16,13 +16,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from hpdcp._base import config
+from hpdcp._convert.conversion import Conversion
 from hpdcp._convert.copy import convert_dcp_to_dcp
-from hpdcp._convert.transform import (
-    Conversion,
-    convert_dcp_to_huggingface,
-    convert_dcp_to_torch,
-    convert_full_checkpoint_to_dcp,
-)
+from hpdcp._convert.to_checkpoint import convert_full_checkpoint_to_dcp
+from hpdcp._convert.to_huggingface import convert_dcp_to_huggingface
+from hpdcp._convert.to_torch_file import convert_dcp_to_torch
 from hpdcp.commands.name_maps import NameTable, Table, read_name_map
 from hpdcp.commands.options import (
     AsJson,

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hpdcp
+from hpdcp import offline_transform
 from hpdcp._base.errors import HpdcpError, InvalidArgumentError, StorageError
-from hpdcp._convert import _planner, transform
+from hpdcp._convert import _planner
 from hpdcp_backends.local import LocalBackend
 from tests.support.huggingface import write_shards
 from tests.support.job import Job
@@ -24,8 +25,8 @@ from tests.unit._convert.test_round_trips import read_folder
 RANKS = 4
 
 
-def exported(src: Path, dst: Path, **options: Any) -> transform.Conversion:
-    return transform.convert_dcp_to_huggingface(src, dst, **{"max_shard_size": 200, **options})
+def exported(src: Path, dst: Path, **options: Any) -> offline_transform.Conversion:
+    return offline_transform.convert_dcp_to_huggingface(src, dst, **{"max_shard_size": 200, **options})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -64,7 +65,7 @@ def test_a_folder_becomes_a_checkpoint_that_any_layout_loads(
         write_shards(folder / "hf", full, shards=3)
     ranks.barrier()
     told: list[tuple[int, int]] = []
-    done = transform.convert_full_checkpoint_to_dcp(
+    done = offline_transform.convert_full_checkpoint_to_dcp(
         folder / "hf", folder / "dcp", progress=lambda *so_far: told.append(so_far)
     )
     assert len(done.files) == ranks.world_size
@@ -119,7 +120,7 @@ def test_a_rank_that_cannot_write_makes_all_raise_and_nothing_is_left(
         write_shards(folder / "source", {f"w{n}": torch.full((40,), float(n)) for n in range(8)}, shards=2)
     ranks.barrier()
     with pytest.raises(StorageError, match="no space left here"):
-        transform.convert_full_checkpoint_to_dcp(folder / "source", folder / "new")
+        offline_transform.convert_full_checkpoint_to_dcp(folder / "source", folder / "new")
     ranks.barrier()
     assert {path.name for path in (folder / "new").iterdir()} <= {".attempt"}
 
@@ -131,7 +132,7 @@ def test_ranks_that_were_told_different_things_all_raise(ranks: Job, folder: Pat
     with pytest.raises(HpdcpError, match=r"rank 1: no tensor is left"):
         exported(folder / "dcp", folder / "hf", include=["x"] if ranks.rank == 1 else ["a"])
     with pytest.raises(HpdcpError):
-        transform.convert_full_checkpoint_to_dcp(folder / "nothing", folder / "new")
+        offline_transform.convert_full_checkpoint_to_dcp(folder / "nothing", folder / "new")
     assert not (folder / "hf").exists()
 
 
@@ -140,13 +141,13 @@ def test_a_file_of_torch_is_shared_out_and_one_rank_may_work_alone(ranks: Job, f
     if ranks.rank == 0:
         torch.save(state, folder / "state.pt")
     ranks.barrier()
-    done = transform.convert_full_checkpoint_to_dcp(folder / "state.pt", folder / "dcp", "torch")
+    done = offline_transform.convert_full_checkpoint_to_dcp(folder / "state.pt", folder / "dcp", "torch")
     assert len([name for name in done.files if name.endswith(".safetensors")]) == ranks.world_size
-    full = transform.dcp_to_full_state_dict(folder / "dcp")
+    full = offline_transform.dcp_to_full_state_dict(folder / "dcp")
     assert full["step"] == 3
     assert differing_whole(state["model"], full["model"]) == []  # type: ignore[arg-type]
     if ranks.rank == 1:
         exported(folder / "dcp", folder / "hf", no_dist=True)
         assert len(read_folder(folder / "hf")) == 8
-    transform.full_state_dict_to_dcp_format(state, folder / "again")
-    assert transform.dcp_to_full_state_dict(folder / "again")["step"] == 3
+    offline_transform.full_state_dict_to_dcp_format(state, folder / "again")
+    assert offline_transform.dcp_to_full_state_dict(folder / "again")["step"] == 3

@@ -18,7 +18,7 @@ from hpdcp._base.errors import (
     InvalidArgumentError,
     StorageError,
 )
-from hpdcp._convert._export import parse_size, plan_export
+from hpdcp._convert._export_plan import parse_size, plan_export
 from hpdcp._files.huggingface_folder import read_weights
 from hpdcp_backends.local import LocalBackend
 from tests.support.huggingface import INDEX

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import hpdcp
-from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, PerRank
+from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, PerRank, offline_transform
 from hpdcp._base import config
 from hpdcp._base.errors import CorruptCheckpointError, CoverageError, UnsupportedTypeError
 from hpdcp._comm.exchange import Alone
-from hpdcp._convert import tensor_streams, transform
+from hpdcp._convert import tensor_streams
 from hpdcp._engine.save import save_state
 from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._files.writer import FileSystemWriter
@@ -77,20 +77,20 @@ def test_boxes_of_many_ranks_become_whole_tensors(
 ) -> None:
     save_apart(tmp_path / "dcp", [{"w": part(FULL, *box), "b": torch.ones(3)} for box in boxes])
     expected = {"w": FULL, "b": torch.ones(3)}
-    transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
+    offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
     assert differing(expected, read_folder(tmp_path / "hf")) == []
-    assert differing(expected, transform.dcp_to_full_state_dict(tmp_path / "dcp")) == []
-    transform.convert_dcp_to_torch(tmp_path / "dcp", tmp_path / "all.pt")
+    assert differing(expected, offline_transform.dcp_to_full_state_dict(tmp_path / "dcp")) == []
+    offline_transform.convert_dcp_to_torch(tmp_path / "dcp", tmp_path / "all.pt")
     assert differing(expected, torch.load(tmp_path / "all.pt")) == []
 
 
 def test_a_hole_is_named_before_anything_is_written(tmp_path: Path) -> None:
     save_apart(tmp_path / "dcp", [{"w": part(FULL, (0, 0), (9, 10))}, {"w": part(FULL, (12, 0), (12, 10))}])
     with pytest.raises(CoverageError, match=r"'w' only in part.*\[9, 0\] to \[12, 10\]"):
-        transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
+        offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
     with pytest.raises(CoverageError, match="'w'"):
-        transform.dcp_to_full_state_dict(tmp_path / "dcp")
+        offline_transform.dcp_to_full_state_dict(tmp_path / "dcp")
 
 
 def test_what_each_rank_kept_is_left_out_of_an_export_and_a_list_in_the_full_state(tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ def test_what_each_rank_kept_is_left_out_of_an_export_and_a_list_in_the_full_sta
         for rank in range(2)
     ]
     save_apart(tmp_path / "dcp", states)
-    done = transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
+    done = offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
     assert dict(done.tensors) == {"w": 8}
     assert set(done.skipped.values()) == {"kept by each rank for itself"}
-    full = transform.dcp_to_full_state_dict(tmp_path / "dcp")
+    full = offline_transform.dcp_to_full_state_dict(tmp_path / "dcp")
     assert full["n"] == [0, 1]
     assert [(kept["at"], kept["t"].tolist()) for kept in full["rng"]] == [(0, [0, 0]), (1, [1, 1])]
 
@@ -117,26 +117,26 @@ def test_damage_in_the_source_is_found_and_nothing_whole_is_left(
     data[-5] ^= 1
     file.write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="'w'"):
-        transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
+        offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
     assert list((tmp_path / "hf").iterdir()) == []
     with pytest.raises(CorruptCheckpointError, match="'w'"):
-        transform.convert_dcp_to_torch(tmp_path / "dcp", tmp_path / "all.pt")
+        offline_transform.convert_dcp_to_torch(tmp_path / "dcp", tmp_path / "all.pt")
     assert not (tmp_path / "all.pt").exists()
     with config.using(verify="never"):
-        transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
+        offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
 
 
 def test_checksums_of_many_blocks_are_compared(tmp_path: Path, store: str) -> None:
     full = bits(torch.uint8, (3 * BLOCK_BYTES + 5,))
     hpdcp.save({"w": full}, checkpoint_id=tmp_path / "dcp")
-    transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
+    offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
     assert differing({"w": full}, read_folder(tmp_path / "hf")) == []
     file = tmp_path / "dcp" / "_rank0_.safetensors"
     with file.open("r+b") as opened:
         opened.seek(-BLOCK_BYTES, 2)
         opened.write(bytes([full[-BLOCK_BYTES].item() ^ 1]))
     with pytest.raises(CorruptCheckpointError, match="'w'"):
-        transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf2")
+        offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf2")
 
 
 def test_blocks_are_used_again_only_when_nobody_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_floating_point_tensors_are_cast_and_no_others(tmp_path: Path, store: st
         "ids": torch.arange(4), "mask": torch.tensor([True, False]), "c": torch.randn(3, dtype=torch.complex64),
     }  # fmt: skip
     hpdcp.save(state, checkpoint_id=tmp_path / "dcp")
-    transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf", dtype="bfloat16")
+    offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf", dtype="bfloat16")
     expected = {name: t.bfloat16() if t.is_floating_point() else t for name, t in state.items()}
     assert differing(expected, read_folder(tmp_path / "hf")) == []
 
@@ -179,10 +179,10 @@ def test_a_dtype_no_file_can_name_is_refused_by_key_before_anything_is_written(
     odd = torch.zeros(2, dtype=torch.uint8).view(torch.uint8).repeat(dtype.itemsize).view(dtype)
     hpdcp.save({"fine": torch.ones(2), "odd": odd}, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(UnsupportedTypeError, match="'odd'"):
-        transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
+        offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
-    done = transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf", exclude=["odd"])
+    done = offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf", exclude=["odd"])
     assert dict(done.skipped) == {"odd": "excluded by 'odd'"}
     if dtype is torch.complex128:
-        transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "cast", dtype=torch.complex64)
+        offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "cast", dtype=torch.complex64)
         assert read_folder(tmp_path / "cast")["odd"].dtype is torch.complex64

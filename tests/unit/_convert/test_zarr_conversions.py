@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 import hpdcp
 from hpdcp import PerRank
 from hpdcp._base import config
-from hpdcp._convert.copy import convert_dcp_to_dcp
-from hpdcp._convert.transform import (
+from hpdcp._manage.verify import verify_checkpoint
+from hpdcp._state.geometry import Box
+from hpdcp.offline_transform import (
+    convert_dcp_to_dcp,
     convert_dcp_to_huggingface,
     convert_dcp_to_torch,
     convert_full_checkpoint_to_dcp,
     dcp_to_full_state_dict,
 )
-from hpdcp._manage.verify import verify_checkpoint
-from hpdcp._state.geometry import Box
 from hpdcp.testing._layout.ranks import save_as_ranks
 from hpdcp.testing._layout.states import cut
 from hpdcp_backends._zarr import grid

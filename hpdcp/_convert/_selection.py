@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from hpdcp._base.errors import InvalidArgumentError, UnsupportedTypeError
+from hpdcp._base.natural_order import natural_key
 from hpdcp._convert.tensor_streams import StreamRequest, TensorStreamer
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata
@@ -25,7 +26,6 @@ _OPTIMIZERS: Final = ("optimizer", "optimizers", "optim")
 _STANDS_FOR_ALL: Final = (re.compile(r"(^|\.)shared\."), re.compile(r"emb|wte", re.IGNORECASE))
 """Of tied weights, transformers stores the embedding and ties output layers to it; where encoder and decoder have one
 each, it stores the one they share."""
-_DIGITS: Final = re.compile(r"(\d+)")
 
 _SHORT_DTYPES: Final = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32", "fp64": "float64",
@@ -35,12 +35,12 @@ _SHORT_DTYPES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
+class SelectedTensor:
     """One tensor to export."""
 
     name: str
     """Its name in the export."""
-    wanted: StreamRequest
+    request: StreamRequest
     dtype: torch.dtype
     """In the export."""
     shape: tuple[int, ...]
@@ -50,13 +50,13 @@ class Selected:
 class Selection:
     """What is exported, in order, and what is not."""
 
-    tensors: tuple[Selected, ...]
+    tensors: tuple[SelectedTensor, ...]
     skipped: Mapping[str, str]
     """Stored name → why it is left out."""
 
 
 @dataclass(frozen=True)
-class Rules:
+class SelectionRules:
     """What the caller chose."""
 
     prefix: str = ""
@@ -133,8 +133,8 @@ def _near_dtype(name: str) -> str:
     return next(iter(difflib.get_close_matches(lower, known, n=1)), "")
 
 
-def select_tensors(source: TensorStreamer, rules: Rules) -> Selection:
-    """What `rules` choose of `source`, sorted by name, numbers by their value.
+def select_tensors(streamer: TensorStreamer, rules: SelectionRules) -> Selection:
+    """What `rules` choose, sorted by name, numbers by their value.
 
     Left out always: Python values, what each rank kept for itself, optimizer state, and of tied names all but one.
 
@@ -142,7 +142,7 @@ def select_tensors(source: TensorStreamer, rules: Rules) -> Selection:
         InvalidArgumentError: nothing is chosen, a pattern of `include` meets nothing, or two tensors get one name.
         UnsupportedTypeError: a tensor cannot be cast to the dtype that was asked for.
     """
-    metadata = source.metadata
+    metadata = streamer.metadata
     skipped: dict[str, str] = {}
     names: dict[int, list[tuple[str, str]]] = {}
     optimizers = _optimizers(metadata, rules.prefix)
@@ -165,17 +165,8 @@ def select_tensors(source: TensorStreamer, rules: Rules) -> Selection:
                 f"{chosen[name][0]!r} and {fqn!r} would both be called {name!r}; give each its own name."
             )
         chosen[name] = (fqn, row)
-    found = [_selected(source, name, row, rules.dtype) for name, (_, row) in chosen.items()]
+    found = [_selected(streamer, name, row, rules.dtype) for name, (_, row) in chosen.items()]
     return Selection(tuple(sorted(found, key=lambda each: natural_key(each.name))), skipped)
-
-
-def natural_key(name: str) -> list[tuple[bool, int, str]]:
-    """Sorts names as people count.
-
-    >>> sorted(["h.10.w", "h.9.w", "h.w"], key=natural_key)
-    ['h.9.w', 'h.10.w', 'h.w']
-    """
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in _DIGITS.split(name) if part]
 
 
 def preference(name: str) -> tuple[int, list[tuple[bool, int, str]]]:
@@ -208,7 +199,7 @@ def _optimizers(metadata: Metadata, prefix: str) -> tuple[str, ...]:
     return tuple(sorted(root for root in found if not prefix.startswith(root)))
 
 
-def _check_found(metadata: Metadata, rules: Rules, names: Mapping[int, Sequence[tuple[str, str]]]) -> None:
+def _check_found(metadata: Metadata, rules: SelectionRules, names: Mapping[int, Sequence[tuple[str, str]]]) -> None:
     if not names:
         tops = sorted({fqn.split(".")[0] for fqn in metadata.entries.fqns})
         raise InvalidArgumentError(
@@ -225,8 +216,8 @@ def _check_found(metadata: Metadata, rules: Rules, names: Mapping[int, Sequence[
         raise InvalidArgumentError(f"prefix {rules.prefix!r} leaves names that begin with a dot: end it with one.")
 
 
-def _selected(source: TensorStreamer, name: str, row: int, cast: torch.dtype | None) -> Selected:
-    stored, shape = source.dtype(row), source.metadata.entries.shape(row)
+def _selected(streamer: TensorStreamer, name: str, row: int, cast: torch.dtype | None) -> SelectedTensor:
+    stored, shape = streamer.dtype(row), streamer.metadata.entries.shape(row)
     family = cast is not None and (
         (cast.is_floating_point and stored.is_floating_point) or (cast.is_complex and stored.is_complex)
     )
@@ -236,6 +227,6 @@ def _selected(source: TensorStreamer, name: str, row: int, cast: torch.dtype | N
             torch.zeros(1, dtype=torch.uint8).expand(stored.itemsize).contiguous().view(stored).to(dtype)
         except (RuntimeError, TypeError) as error:
             raise UnsupportedTypeError(
-                f"{source.metadata.entries.fqns[row]!r} is {stored}, which torch cannot cast to {dtype}: {error}."
+                f"{streamer.metadata.entries.fqns[row]!r} is {stored}, which torch cannot cast to {dtype}: {error}."
             ) from error
-    return Selected(name, StreamRequest(row, Box.whole(shape), dtype), dtype or stored, shape)
+    return SelectedTensor(name, StreamRequest(row, Box.whole(shape), dtype), dtype or stored, shape)
