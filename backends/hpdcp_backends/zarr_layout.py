@@ -8,7 +8,7 @@
     .metadata                      what hpdcp reads: where each chunk is, and its checksums
 
 Chunks are the ranks' own boxes where these make a regular grid of chunks that are not too small. Elsewhere a chunk is
-written by one of the ranks that hold parts of it, and the others first send theirs through the storage.
+written by one of the ranks that hold boxes of it, and the others first send theirs through the storage.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ZarrLayout(Layout):
     Args:
         compressor: `none`, or `zstd`: each chunk is compressed, by zarr's codec `blosc`.
         level: how hard it tries, 0 to 9.
-        shuffle: whether the bytes of wider elements are sorted by their place in the element first, which is what makes
-            floating-point numbers compressible at all.
+        shuffle: whether the bytes of wider elements are sorted by their position in the element first, which is what
+            makes floating-point numbers compressible at all.
     """
 
     name: ClassVar[str] = "zarr"
@@ -233,8 +233,8 @@ class ZarrLayout(Layout):
         except BaseException:
             writer.abandon()
             raise
-        handed = _sent_key(0, attempt).partition(".")[2]
-        backend.delete([info.key for info in backend.list_keys() if info.key.endswith(f".{handed}")])
+        suffix = _sent_key(0, attempt).partition(".")[2]
+        backend.delete([info.key for info in backend.list_keys() if info.key.endswith(f".{suffix}")])
         return writer.documents
 
     def check(self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem]) -> None:

@@ -50,8 +50,8 @@ class Layout(ABC):
 
     A layout whose files are one rank's each, under names of `FileNaming`, implements `write`, `written`, `check` and
     `read`, and leaves the rest as it is. One that makes files of what several ranks hold decides on the coordinator
-    (`arrange`), may have ranks send parts to one another (`redistribute`), and may add files that describe the whole
-    (`finish`). One object serves one save or one load.
+    (`arrange`), may have ranks send each other what they hold of a box (`redistribute`), and may add files that
+    describe the whole (`finish`). One object serves one save or one load.
     """
 
     name: ClassVar[str]

@@ -51,9 +51,9 @@ _CHAIN: Final = re.compile(
 def resolve_checkpoint_id(checkpoint_id: str | Path) -> str:
     """The URL, or the absolute path, that `checkpoint_id` names at this moment, in this process's folder.
 
-    One place has one name: the scheme is in lower case, slashes at the end are gone and doubled ones are one, `~` and
-    `..` of a local path are resolved. What remains is literal: `#`, `?`, `%` and brackets are part of names. The root
-    of a bucket (`s3://bucket`) is a place like any other.
+    One location has one name: the scheme is in lower case, slashes at the end are gone and doubled ones are one; `~`
+    and `..` of a local path are resolved. What remains is literal: `#`, `?`, `%` and brackets are part of names. The
+    root of a bucket (`s3://bucket`) is a location like any other.
 
     Raises:
         InvalidArgumentError: it is empty, not text, a URL that went through pathlib, names no bucket or host, has `.`
@@ -198,7 +198,7 @@ def check_configuration() -> None:
 
 
 def _by_prefix(prefix: str) -> list[str]:
-    """The backends that places under the prefix may get; local ones depend on where file systems are mounted."""
+    """The backends that locations under the prefix may get; local ones depend on where file systems are mounted."""
     return ["local", "nfs"] if _is_local(split_scheme(prefix)[0]) else [_by_place(prefix)]
 
 

@@ -45,7 +45,7 @@ from hpdcp._state.geometry import Box
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """One item's place in a file."""
+    """Where one item lies in a file."""
 
     row: int
     """Of the plan."""

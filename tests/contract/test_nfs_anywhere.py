@@ -137,10 +137,10 @@ def test_the_producers_own_error_is_told_and_not_what_close_makes_of_it(
     backend: NfsBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pieces() -> list[memoryview]:
-        raise RuntimeError("the producer's own trouble")
+        raise RuntimeError("the producer's own error")
 
     failing(monkeypatch, "close", errno.EIO, 1, like="/.hpdcp-tmp-")
-    with pytest.raises(RuntimeError, match="the producer's own trouble"):
+    with pytest.raises(RuntimeError, match="the producer's own error"):
         backend.write("key", (piece for _ in range(1) for piece in pieces()), size=3, exclusive=False)
     assert os.listdir(backend.url) == []
 

@@ -49,7 +49,7 @@ def test_a_bucket_holds_arrays_that_load_and_that_zarr_opens(
     assert verify_checkpoint(url).is_sound
 
 
-def test_ranks_hand_over_through_the_bucket_and_leave_nothing_of_it(s3_environment: S3Server) -> None:
+def test_ranks_redistribute_through_the_bucket_and_leave_nothing_of_it(s3_environment: S3Server) -> None:
     url = s3_environment.new_prefix()
     whole = torch.arange(60.0).reshape(6, 10)
     boxes = [Box((0, 0), (1, 10)), Box((1, 0), (5, 4)), Box((1, 4), (5, 6))]

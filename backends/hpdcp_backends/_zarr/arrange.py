@@ -47,7 +47,7 @@ def paths_of(entries: EntryTable, kind: EntryKind = EntryKind.TENSOR) -> Iterato
 
 
 @dataclass(slots=True)
-class _Part:
+class _RankWork:
     """What one rank does, in rows of entries that all ranks share."""
 
     items: list[tuple[int, Box, int]] = field(default_factory=list)
@@ -73,8 +73,8 @@ def arrange(
 ) -> tuple[list[SavePlan], Metadata]:
     """The plans with the chunks of each tensor's grid as items, and the metadata of these.
 
-    A chunk goes to the rank that holds all of it. One that several hold parts of goes to one of them that holds much of
-    it, the one with the least to write so far, and the others send it their parts.
+    A chunk goes to the rank that holds all of it. One that several hold boxes of goes to one of them that holds much of
+    it, the one with the least to write so far, and the others send it their boxes.
 
     Raises:
         StateDictError: a tensor's name is the beginning of another's, as that of a group of a hierarchy is.
@@ -89,7 +89,7 @@ def arrange(
     nbytes = np.concatenate([plan.nbytes for plan in plans])
     order = np.lexsort((ranks, chunks.entry))
     bounds = np.searchsorted(chunks.entry[order], np.arange(len(entries) + 1)).tolist()
-    parts = [_Part() for _ in plans]
+    works = [_RankWork() for _ in plans]
     made: list[tuple[int, Box]] = []
     cut: set[int] = set()
     steps = np.maximum(entries.shape_dims, 1)
@@ -98,7 +98,7 @@ def arrange(
         members = order[start:stop]
         if entries.kinds[entry] != EntryKind.TENSOR:
             for member in members.tolist():
-                parts[int(ranks[member])].items.append((entry, Box((), ()), int(nbytes[member])))
+                works[int(ranks[member])].items.append((entry, Box((), ()), int(nbytes[member])))
                 made.append((entry, Box((), ())))
             continue
         shape, itemsize = entries.shape(entry), itemsize_of(entries, entry)
@@ -110,13 +110,13 @@ def arrange(
             made.append((entry, cell.box))
             if cell.holder < 0 or list(cell.box.sizes) != held[cell.holder]:
                 cut.add(entry)
-            _assign(parts, entry, cell, ranks[members], itemsize)
+            _assign(works, entry, cell, ranks[members], itemsize)
     table = ChunkTable.from_boxes([entry for entry, _ in made], [(box.offsets, box.sizes) for _, box in made])
     table = table.take(sort_order(table.sort_keys()))
     known = _Cut(np.array(sorted(cut), dtype=np.int64), {(entry, box) for entry, box in made if entry in cut})
     arranged = [
-        _plan(plan, part, row, local, steps, known, entries)
-        for plan, part, row, local in zip(plans, parts, rows, locals_, strict=True)
+        _plan(plan, work, row, local, steps, known, entries)
+        for plan, work, row, local in zip(plans, works, rows, locals_, strict=True)
     ]
     return arranged, Metadata(entries, table, settings=metadata.settings)
 
@@ -144,25 +144,25 @@ def _boxes(chunks: ChunkTable, rows: npt.NDArray[np.intp], ndim: int) -> tuple[I
     return taken.offsets.reshape(len(rows), ndim), taken.sizes.reshape(len(rows), ndim)
 
 
-def _assign(parts: Sequence[_Part], entry: int, cell: Cell, ranks: npt.NDArray[np.intp], itemsize: int) -> None:
+def _assign(works: Sequence[_RankWork], entry: int, cell: Cell, ranks: npt.NDArray[np.intp], itemsize: int) -> None:
     nbytes = cell.box.volume * itemsize
     if cell.holder >= 0:
-        part = parts[int(ranks[cell.holder])]
-        part.items.append((entry, cell.box, nbytes))
-        part.load += nbytes
+        work = works[int(ranks[cell.holder])]
+        work.items.append((entry, cell.box, nbytes))
+        work.load += nbytes
         return
     held: dict[int, int] = {}
-    pieces: dict[Box, int] = {}
-    for row, box in cell.parts:
-        if box not in pieces:
-            pieces[box] = rank = int(ranks[row])
+    holders: dict[Box, int] = {}
+    for row, box in cell.held:
+        if box not in holders:
+            holders[box] = rank = int(ranks[row])
             held[rank] = held.get(rank, 0) + box.volume
     most = max(held.values())
-    writer = min((rank for rank, volume in held.items() if 2 * volume >= most), key=lambda rank: parts[rank].load)
-    target = parts[writer]
+    writer = min((rank for rank, volume in held.items() if 2 * volume >= most), key=lambda rank: works[rank].load)
+    target = works[writer]
     target.load += nbytes
-    for box, rank in pieces.items():
-        sender = parts[rank]
+    for box, rank in holders.items():
+        sender = works[rank]
         target.received.append((len(target.items), entry, box, rank, sender.sent_bytes))
         sender.sent.append((entry, box))
         sender.sent_bytes += box.volume * itemsize
@@ -171,7 +171,7 @@ def _assign(parts: Sequence[_Part], entry: int, cell: Cell, ranks: npt.NDArray[n
 
 def _plan(
     plan: SavePlan,
-    part: _Part,
+    work: _RankWork,
     rows: I64,
     local: SavePlan,
     steps: I64,
@@ -182,19 +182,19 @@ def _plan(
     own = dict(zip(rows.tolist(), range(len(rows)), strict=True))
     _, dims = take_runs(entries.shape_ends, rows)
     redistribution = None
-    if part.sent or part.received:
+    if work.sent or work.received:
         redistribution = Redistribution(
-            _table([(own[entry], box) for entry, box in part.sent]),
-            _table([(own[entry], box) for _, entry, box, _, _ in part.received]),
-            np.array([item for item, *_ in part.received], dtype=np.int64),
-            np.array([sender for *_, sender, _ in part.received], dtype=np.int64),
-            np.array([offset for *_, offset in part.received], dtype=np.int64),
+            _table([(own[entry], box) for entry, box in work.sent]),
+            _table([(own[entry], box) for _, entry, box, _, _ in work.received]),
+            np.array([item for item, *_ in work.received], dtype=np.int64),
+            np.array([sender for *_, sender, _ in work.received], dtype=np.int64),
+            np.array([offset for *_, offset in work.received], dtype=np.int64),
         )
     split = _table(list(_split(local, rows, steps, known, entries)))
     return SavePlan(
         plan.entries,
-        _table([(own[entry], box) for entry, box, _ in part.items]),
-        np.array([nbytes for *_, nbytes in part.items], dtype=np.int64),
+        _table([(own[entry], box) for entry, box, _ in work.items]),
+        np.array([nbytes for *_, nbytes in work.items], dtype=np.int64),
         plan.storage_data,
         split=split if len(split) else None,
         redistribution=redistribution,

@@ -2,7 +2,7 @@
 
 zarr, version 3, has one regular grid for an array. The best one is made of the ranks' own boxes, so that every chunk is
 held by one rank. Where the boxes are too small, or their edges have nothing in common, chunks are larger than that, and
-ranks hand their parts of a chunk to the one that writes it.
+ranks send their boxes of a chunk to the one that writes it.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def _coarsen(steps: list[int], shape: tuple[int, ...], itemsize: int) -> None:
 def _refine(steps: list[int], shape: tuple[int, ...], itemsize: int) -> None:
     """Shorten the step of the first dimension that allows it, so that no chunk is larger than it should be."""
     for axis, step in enumerate(steps):
-        parts = -(-math.prod(steps) * itemsize // LARGE_BYTES)
-        if parts <= 1:
+        wanted = -(-math.prod(steps) * itemsize // LARGE_BYTES)
+        if wanted <= 1:
             return
         if step == shape[axis]:
             # No edges of boxes inside: any step will do.
-            steps[axis] = -(-step // min(parts, step))
+            steps[axis] = -(-step // min(wanted, step))
         else:
-            divisors = (count for count in range(parts, min(4 * parts, step) + 1) if step % count == 0)
+            divisors = (number for number in range(wanted, min(4 * wanted, step) + 1) if step % number == 0)
             steps[axis] = step // next(divisors, 1)
 
 
@@ -91,8 +91,8 @@ class Cell:
     """Inside the tensor: clipped at its end."""
     holder: int
     """The box (row) that holds all of it; -1 where it is put together."""
-    parts: tuple[tuple[int, Box], ...] = ()
-    """(row, what it holds of the cell), where it is put together."""
+    held: tuple[tuple[int, Box], ...] = ()
+    """(row, the box it holds of the chunk), where it is put together."""
 
 
 def cells_inside(shape: tuple[int, ...], steps: tuple[int, ...], box: Box) -> Iterator[Box]:
@@ -117,7 +117,7 @@ def _cell_box(at: tuple[int, ...], steps: tuple[int, ...], shape: tuple[int, ...
 def cells(
     shape: tuple[int, ...], steps: tuple[int, ...], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> Iterator[Cell]:
-    """The chunks of a grid, in row-major order; each has the first box that holds all of it, or else every part."""
+    """The chunks of a grid, in row-major order; each has the first box that holds all of it, or all that hold some."""
     counts = [-(-size // step) for size, step in zip(shape, steps, strict=True)]
     boxes = [Box(tuple(begin), tuple(size)) for begin, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]
     whole = Box.whole(shape)
@@ -149,9 +149,5 @@ def cells(
         if at in held:
             yield Cell(box, held[at])
             continue
-        parts = []
-        for row in touched.get(at, ()):
-            part = intersect(box, boxes[row])
-            if part is not None:
-                parts.append((row, part))
-        yield Cell(box, -1, tuple(parts))
+        found = ((row, intersect(box, boxes[row])) for row in touched.get(at, ()))
+        yield Cell(box, -1, tuple((row, common) for row, common in found if common is not None))

@@ -107,9 +107,9 @@ class WritingContract(BackendFixtures):
     ) -> None:
         def pieces() -> Iterator[memoryview]:
             yield memoryview(bytes(size - 1))
-            raise OSError("the producer's own trouble")
+            raise OSError("the producer's own error")
 
-        with pytest.raises(OSError, match="the producer's own trouble") as caught:
+        with pytest.raises(OSError, match="the producer's own error") as caught:
             backend.write("key", pieces(), size=size, exclusive=exclusive and backend.conditional_create)
         assert not isinstance(caught.value, StorageError)
         assert other.list_keys() == []

@@ -154,13 +154,13 @@ def test_what_hpdcp_did_not_write_is_never_touched(tmp_path: Path, name: str) ->
     assert tree(tmp_path) == before
 
 
-def test_a_claim_that_names_what_is_not_its_own_loses_no_files(tmp_path: Path) -> None:
+def test_a_lease_that_names_what_is_not_its_own_loses_no_files(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").write_text("precious")
     (tmp_path / "list").write_text("precious")
-    claim = {"attempt": "x" * 16, "plain": True, "began": 0.0, "superseded": [], "replaced": []}
+    lease = {"attempt": "x" * 16, "plain": True, "began": 0.0, "superseded": [], "replaced": []}
     for made in (["photos", "list", "..", "/etc", ".metadata", "a/b"], "photos", 3, [["photos"]]):
-        (tmp_path / ".attempt").write_text(json.dumps({**claim, "made": made}))
+        (tmp_path / ".attempt").write_text(json.dumps({**lease, "made": made}))
         hpdcp.save({"other": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=False)
         assert (tmp_path / "photos" / "one.jpg").read_text() == "precious"
         assert (tmp_path / "list").read_text() == "precious"
@@ -215,7 +215,7 @@ def test_a_save_that_was_overtaken_removes_nothing_of_the_one_that_overtook_it(
     assert_holds(tmp_path, 2.0)
 
 
-def test_the_claim_names_what_the_save_makes(tmp_path: Path) -> None:
+def test_the_lease_names_what_the_save_makes(tmp_path: Path) -> None:
     hpdcp.save(state(1.0), checkpoint_id=tmp_path)
     assert json.loads((tmp_path / ".attempt").read_text())["made"] == ["model", "zarr.json"]
     assert Attempt.begin(LocalBackend(str(tmp_path / "other")), "a" * 16).lease.made == ()

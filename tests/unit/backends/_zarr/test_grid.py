@@ -60,7 +60,7 @@ def test_edges_without_a_common_step_do_not_shatter_a_tensor() -> None:
     made = list(cells((50257, 768), found, *table(boxes)))
     assert found == (12565, 768)
     assert len(made) == 4
-    passed = sum(part.volume for cell in made for row, part in cell.parts if row != cell.parts[0][0])
+    passed = sum(part.volume for cell in made for row, part in cell.held if row != cell.held[0][0])
     assert passed < 10 * 768
 
 
@@ -125,9 +125,9 @@ def test_chunks_cover_a_tensor_once_and_their_parts_cover_them(
             assert missing(cell.box, [held]) is None
             assert cell.box in set(cells_inside(shape, steps, held))
         else:
-            assert missing(cell.box, [part for _, part in cell.parts]) is None
-            assert all(missing(part, [boxes[row]]) is None for row, part in cell.parts)
-            assert sum(part.volume for _, part in cell.parts) == cell.box.volume
+            assert missing(cell.box, [part for _, part in cell.held]) is None
+            assert all(missing(part, [boxes[row]]) is None for row, part in cell.held)
+            assert sum(part.volume for _, part in cell.held) == cell.box.volume
     assert (seen == 1).all()
     assert len(made) == math.prod(-(-size // step) for size, step in zip(shape, steps, strict=True))
     # Where every edge lies on the grid, nothing has to be put together.
