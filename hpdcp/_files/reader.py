@@ -92,7 +92,7 @@ class FileSystemReader(StorageReader):
         """The byte store, opened when first asked for."""
         if self._url is None:
             raise InvalidArgumentError(
-                f"this {type(self).__name__} has no place to load from: give it or load() a checkpoint_id."
+                f"this {type(self).__name__} has no location to load from: give it or load() a checkpoint_id."
             )
         if self._backend is None:
             self._backend = registry.open_backend(
@@ -250,7 +250,7 @@ def open_reader(checkpoint_id: str | Path | None, reader: StorageReader | None, 
     """
     if reader is None:
         if checkpoint_id is None:
-            raise InvalidArgumentError("a load needs a place: pass checkpoint_id= or storage_reader=.")
+            raise InvalidArgumentError("a load needs a location: pass checkpoint_id= or storage_reader=.")
         return opened.enter_context(closing(FileSystemReader(checkpoint_id)))
     if checkpoint_id is not None:
         reader.initialize_reader(checkpoint_id)

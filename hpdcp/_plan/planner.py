@@ -128,7 +128,7 @@ class LoadPlanner(ABC):
     3. `build_global_plan`  the coordinator, once, over all ranks' local plans (without collectives: on its own)
     4. `finalize_plan`      every rank, with its part
     5. `apply_bytes`        every rank, for each OBJECT item
-    6. `acquire_tensor`, then `apply_tensor`  every rank, for each TENSOR item, or for each part of a chunk that is
+    6. `acquire_tensor`, then `apply_tensor`  every rank, for each TENSOR item, or for each box of a chunk that is
                             broadcast (an item without a `storage_row`); from two threads, but never at the same time
     7. `finish_load`        every rank, once all ranks have read everything
 

@@ -170,7 +170,7 @@ class StorageReader(ABC):
         return ""
 
     def initialize_reader(self, checkpoint_id: str | Path) -> None:
-        """Take the place to load from."""
+        """Take the location to load from."""
         raise NotSupportedError(
             f"{type(self).__name__} takes no checkpoint_id; leave it out, or implement initialize_reader."
         )

@@ -324,7 +324,7 @@ def test_inspect_shows_a_folder_as_it_shows_a_checkpoint(tmp_path: Path) -> None
 def test_a_folder_without_anything_says_what_was_looked_for(tmp_path: Path) -> None:
     said = refused({}, CheckpointNotFoundError, storage_reader=HuggingFaceReader(tmp_path))
     assert "no model.safetensors and no model.safetensors.index.json" in said
-    with pytest.raises(InvalidArgumentError, match="HuggingFaceReader has no place to load from"):
+    with pytest.raises(InvalidArgumentError, match="HuggingFaceReader has no location to load from"):
         hpdcp.load({}, storage_reader=HuggingFaceReader())
 
 
