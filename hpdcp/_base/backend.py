@@ -1,4 +1,4 @@
-"""The one byte-store contract: what hpdcp asks of a place that holds files.
+"""The one byte-store contract: what hpdcp asks of a store that holds files.
 
 A backend is opened once per checkpoint, used from several threads of one process at a time, and closed. It is never
 sent to another process. `backends/README.md` shows how to write one, and `hpdcp.testing.BackendContract` is a pytest

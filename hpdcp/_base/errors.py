@@ -67,7 +67,7 @@ class CheckpointError(HpdcpError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """The place named holds no checkpoint and no trace of one."""
+    """The location holds no checkpoint and no trace of one."""
 
 
 class IncompleteCheckpointError(CheckpointError, FileNotFoundError):

@@ -40,7 +40,7 @@ _ROWS: Final = 24
 
 
 class Bar:
-    """Progress of one piece of work; may be told of it from several threads."""
+    """Progress of one task; may be told of it from several threads."""
 
     def __init__(self, total: int | None = None, shown: Any = None) -> None:
         self._total = total

@@ -1,4 +1,4 @@
-"""Work in parts of bounded size: rows of an array, batches of what follows one another, shares of equal weight."""
+"""Work of bounded size: some rows of an array, batches of what follows one another, shares of equal weight."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def cut_rows(sizes: Sequence[int], most: int) -> tuple[int, list[tuple[int, int]]]:
-    """How to cut an array of shape `sizes` into parts of at most `most` elements.
+    """How to cut an array of shape `sizes` so that at most `most` elements are together.
 
-    Returns the axis to cut, the first that has more than one row, and the (start, length) of each part along it. A part
-    is one row where even that has more than `most` elements: cut it again.
+    Returns the axis to cut, the first that has more than one row, and the (start, length) of rows along it. It is
+    one row where even that has more than `most` elements: cut it again.
 
     >>> cut_rows((1, 5, 4), 8)
     (1, [(0, 2), (2, 2), (4, 1)])
@@ -46,7 +46,7 @@ def batches(items: Iterable[T], weight: Callable[[T], int], most: int) -> Iterat
 
 
 def assign_evenly(weights: Iterable[int], workers: int) -> list[int]:
-    """Who does each piece of work: whoever has the least so far, the first of several.
+    """Who does what weighs so much: whoever has the least so far, the first of several.
 
     Within 4/3 of the best possible for the one who has most, where the heaviest comes first (LPT scheduling).
 

@@ -1,4 +1,4 @@
-"""What is known of one name, one chunk and one place in a file; and the marks that a state dict may carry."""
+"""What is known of one name, of one chunk, and of where its bytes lie; and the marks that a state dict may carry."""
 
 from __future__ import annotations
 

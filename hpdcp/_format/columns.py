@@ -40,7 +40,7 @@ class Entry:
 
     fqn: str
     path: str
-    """The typed path that restores keys and nesting, as `tree.encode_path` writes it."""
+    """The typed path that restores keys and nesting, as `paths.encode_path` writes it."""
     kind: EntryKind
     dtype: str = ""
     """torch's name of the dtype, such as "bfloat16"; empty for objects."""

@@ -2,7 +2,7 @@
 
 Data files, objects files and `.metadata` are all this one format, so that any reader of safetensors opens each of
 them. It is written here and not by the library because the library wants whole tensors in memory, while a data file
-is written piece by piece from the tensors' own memory: the header comes first, and it is known before any byte is.
+is written bit by bit from the tensors' own memory: the header comes first, and it is known before any byte is.
 
     8 bytes   length of the header, little-endian
     header    JSON: {"__metadata__": {str: str}, name: {"dtype", "shape", "data_offsets"}, ...}, padded with spaces
@@ -175,7 +175,7 @@ def build_header(
 def header_length(head: Buffer, file_size: int, *, where: str) -> int:
     """Bytes from the start of the file to the start of its data; `head` holds at least its first 8 bytes.
 
-    A reader fetches a first piece of the file, asks this how much it needs, and fetches the rest if there is more.
+    A reader fetches the first bytes of the file, asks this how much it needs, and fetches the rest if there is more.
     Raises CorruptCheckpointError, naming `where`, when the file cannot hold such a header.
     """
     if file_size < PREFIX_BYTES or len(head) < PREFIX_BYTES:
@@ -317,7 +317,7 @@ def _parse_entry(key: str, value: object, data_start: int, data_size: int, where
     start, stop = offsets
     if start > stop or stop > data_size:
         raise CorruptCheckpointError(
-            f"{where}: entry {key!r} claims bytes {start} to {stop} of the data, which is {data_size} bytes long: "
+            f"{where}: entry {key!r} has bytes {start} to {stop} of the data, which is {data_size} bytes long: "
             "the file was cut off, or its header is damaged."
         )
     if _bits(dtype_name, shape, limit=data_size * 8) != (stop - start) * 8:

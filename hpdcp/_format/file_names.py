@@ -30,7 +30,7 @@ _BEGINS_AS_DATA: Final = re.compile(r"_rank\d+_[./]")
 
 
 def rank_metadata_key(rank: int) -> str:
-    """Where `rank` publishes its own part when it saves without collectives."""
+    """Where `rank` publishes what it stored when it saves without collectives."""
     return f"{rank}{METADATA}"
 
 

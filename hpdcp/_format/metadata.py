@@ -64,7 +64,7 @@ _ALIAS: Final = int(EntryKind.ALIAS)
 
 @dataclass(frozen=True)
 class Metadata:
-    """Everything one checkpoint (or one rank's part of it) records. Immutable."""
+    """Everything one checkpoint (or one rank, which saved for itself) records. Immutable."""
 
     entries: EntryTable
     """Sorted by fqn (as UTF-8), then owner."""
@@ -73,7 +73,7 @@ class Metadata:
     storage: StorageTable = field(default_factory=StorageTable.empty)
     """Row for row with `chunks`; empty until the data is written."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Small facts: `world_size`, `attempt`, `layout`, and for one rank's part `rank`, `run`, `ordinal`. Of files that
+    """Small facts: `world_size`, `attempt`, `layout`, and for one rank alone `rank`, `run`, `ordinal`. Of files that
     something else wrote: `origin`, and `checksums` where none were recorded."""
     encoded: bytes | None = field(default=None, init=False, repr=False, compare=False)
     """The file that this was read from, of which the columns are views; None where it was made otherwise."""

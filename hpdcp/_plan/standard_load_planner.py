@@ -26,7 +26,7 @@ from hpdcp._state import objects
 from hpdcp._state.coverage import missing
 from hpdcp._state.dtypes import dtype_name, dtype_of, find_dtype
 from hpdcp._state.geometry import Box, relative
-from hpdcp._state.mismatches import Problems, Trouble, listed
+from hpdcp._state.mismatches import Mismatch, Problems, listed
 from hpdcp._state.paths import Path, build_tree, decode_path
 from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards
 from hpdcp._state.ties import tie_key
@@ -85,7 +85,7 @@ class StandardLoadPlanner(LoadPlanner):
                 self._plan_leaf(leaf, filled)
         self._settle_absent({tie for tie, _ in filled})
         if self._allow_partial_load:
-            self.not_loaded = self._problems.forgive(Trouble.MISSING, Trouble.HOLE)
+            self.not_loaded = self._problems.forgive(Mismatch.MISSING, Mismatch.HOLE)
         self._problems.raise_if_any()
         return LoadPlan.build(self._items, self._shareable)
 
@@ -96,7 +96,7 @@ class StandardLoadPlanner(LoadPlanner):
     def _plan_leaf(self, leaf: Leaf, filled: set[Any]) -> None:
         if leaf.owner is not None and self._keeps_per_rank and self._metadata.world_size != self._context.world_size:
             self._problems.add(
-                Trouble.WORLD,
+                Mismatch.WORLD,
                 leaf.fqn,
                 f"{leaf.fqn!r} (stored by {self._metadata.world_size} ranks, wanted by {self._context.world_size})",
             )
@@ -111,22 +111,22 @@ class StandardLoadPlanner(LoadPlanner):
             for tensor in shards.tensors:
                 _check_fillable(tensor, leaf.fqn)
         except UnsupportedTypeError as error:
-            self._problems.add(Trouble.REFUSED, leaf.fqn, str(error))
+            self._problems.add(Mismatch.REFUSED, leaf.fqn, str(error))
             return
         row = self._stored.find(leaf.fqn, leaf.owner)
         if row is None:
             # Of a rank that holds nothing of it, nobody can tell what it is tied to; ranks that hold something know.
             if shards.chunks or 0 in shards.global_shape:
                 self._absent[leaf.fqn] = tie_key(target)
-                self._problems.add(Trouble.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
+                self._problems.add(Mismatch.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
             return
         if self._metadata.entries.kinds[row] == EntryKind.OBJECT:
-            self._problems.add(Trouble.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
+            self._problems.add(Mismatch.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
             return
         shape = self._metadata.entries.shape(row)
         if shape != shards.global_shape:
             self._problems.add(
-                Trouble.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored {list(shape)}, wanted {list(shards.global_shape)})"
+                Mismatch.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored {list(shape)}, wanted {list(shards.global_shape)})"
             )
             return
         if not self._check_dtype(leaf.fqn, self._metadata.entries.dtype(row), shards.dtype):
@@ -156,14 +156,14 @@ class StandardLoadPlanner(LoadPlanner):
         """A name that is not stored is no loss where its memory is another target's, which is filled: of weights that a
         model ties, Hugging Face's files hold one."""
         tied = {fqn for fqn, tie in self._absent.items() if tie is not None and tie in filled}
-        self._problems.withdraw(Trouble.MISSING, tied)
-        self._problems.note(Trouble.MISSING, self._names.prefix_hint([fqn for fqn in self._absent if fqn not in tied]))
+        self._problems.withdraw(Mismatch.MISSING, tied)
+        self._problems.note(Mismatch.MISSING, self._names.prefix_hint([fqn for fqn in self._absent if fqn not in tied]))
 
     def _note_hole(self, fqn: str, want: Box, overlaps: Sequence[tuple[int, Box, Box]]) -> bool:
         hole = missing(want, [part for _, _, part in overlaps])
         if hole is not None:
             stop = tuple(a + b for a, b in zip(hole.offsets, hole.sizes, strict=True))
-            self._problems.add(Trouble.HOLE, fqn, f"{fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})")
+            self._problems.add(Mismatch.HOLE, fqn, f"{fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})")
         return hole is not None
 
     def _check_dtype(self, fqn: str, stored: str, wanted: torch.dtype) -> bool:
@@ -172,7 +172,7 @@ class StandardLoadPlanner(LoadPlanner):
         found = find_dtype(stored)
         described = f"{fqn!r} (stored {stored}, wanted {dtype_name(wanted)})"
         if not self._allow_dtype_cast or found is None or not _castable(found, wanted):
-            self._problems.add(Trouble.DTYPE, fqn, described)
+            self._problems.add(Mismatch.DTYPE, fqn, described)
             return False
         self._casts.append(described)
         return True
@@ -182,7 +182,7 @@ class StandardLoadPlanner(LoadPlanner):
         if row is not None:
             if self._metadata.entries.kinds[row] != EntryKind.OBJECT:
                 self._problems.add(
-                    Trouble.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored as a tensor, wanted as a Python value)"
+                    Mismatch.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored as a tensor, wanted as a Python value)"
                 )
                 return
             self._want_object(row, leaf, leaf.path, ())
@@ -195,7 +195,7 @@ class StandardLoadPlanner(LoadPlanner):
                 self._plan_object(child)
         elif below:
             self._problems.add(
-                Trouble.MISSING,
+                Mismatch.MISSING,
                 leaf.fqn,
                 f"{leaf.fqn!r} (stored with tensors in it, such as {below[0]!r}, but the target has no place for them; "
                 "for an optimizer call hpdcp.allocate_optimizer_state first)",
@@ -211,7 +211,7 @@ class StandardLoadPlanner(LoadPlanner):
             if row is not None and self._metadata.entries.kinds[row] == EntryKind.OBJECT:
                 self._want_object(row, leaf, leaf.path, tuple(leaf.path[depth:]))
                 return
-        self._problems.add(Trouble.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
+        self._problems.add(Mismatch.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
 
     def _want_object(self, row: int, leaf: Leaf, path: Path, subpath: tuple[Any, ...]) -> None:
         entry = self._metadata.entries[row]
@@ -237,7 +237,7 @@ class StandardLoadPlanner(LoadPlanner):
                 if tensor is not None:
                     gather.parts[entry.owner].append((path, tensor))
         if not gather.objects and not any(gather.parts):
-            self._problems.add(Trouble.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
+            self._problems.add(Mismatch.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
         self._gathers.append(gather)
 
     def _plan_gathered(self, row: int, entry: Entry) -> torch.Tensor | None:
@@ -250,7 +250,7 @@ class StandardLoadPlanner(LoadPlanner):
         try:
             tensor = device.empty_on_host(entry.shape, dtype_of(entry.dtype, fqn=entry.fqn))
         except (UnsupportedTypeError, RuntimeError) as error:
-            self._problems.add(Trouble.REFUSED, entry.fqn, f"{entry.fqn!r} of shape {list(entry.shape)}: {error}")
+            self._problems.add(Mismatch.REFUSED, entry.fqn, f"{entry.fqn!r} of shape {list(entry.shape)}: {error}")
             return None
         shards = local_shards(tensor, key=entry.fqn)
         for chunk in shards.chunks:

@@ -1,6 +1,20 @@
 """A state dict as boxes of tensors and Python values, each with a name.
 
-In comes a nested state dict, out come leaves, boxes in global coordinates and encoded values; and back again.
-Face: `tree`, `paths`, `objects`, `geometry`, `box_index`, `coverage`, `sharding`, `ties`, `ragged`,
-`views`, `dtypes`, `mismatches`.
+In comes a nested state dict; out come leaves, boxes in global coordinates, and encoded values. Loaded values go back to
+where the leaves were. Asks no other rank and touches no storage.
+
+    `tree`        walking a state dict, and putting values back
+    `paths`       where a value lies, as keys and as text
+    `objects`     Python values as bytes, and back without running code
+    `geometry`    boxes of integers
+    `coverage`    whether boxes cover another one
+    `box_index`   which of many boxes meet one
+    `sharding`    the chunks that a rank holds of a tensor
+    `ragged`      placements that divide unevenly
+    `ties`        which tensors are the same memory
+    `views`       a box of a tensor in its own memory
+    `dtypes`      torch's dtypes by name
+    `mismatches`  what does not fit between a state dict and a checkpoint
+
+All of these are the face.
 """

@@ -11,7 +11,7 @@ from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._state.geometry import Box
 
 Runs = tuple[tuple[int, int], ...]
-"""Ascending, separate stretches of one axis, each as (start, length); lengths are positive."""
+"""Ascending, separate runs of indices of one axis, each as (start, length); lengths are positive."""
 
 
 def boxes_from_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> list[Box]:

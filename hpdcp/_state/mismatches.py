@@ -19,10 +19,10 @@ from hpdcp._base.errors import (
 _MOST_NAMED: Final = 50
 """Names that one warning spells out."""
 _MOST_REFUSED: Final = 1000
-"""Keys that one error spells out for each kind of trouble: all that somebody could still read."""
+"""Keys that one error spells out for each way not to fit: all that somebody could still read."""
 
 
-class Trouble(Enum):
+class Mismatch(Enum):
     """A way in which a wanted key and the checkpoint do not fit: its error, what to say, and what to do about it."""
 
     MISSING = (
@@ -40,7 +40,7 @@ class Trouble(Enum):
     WORLD = (
         WorldSizeError,
         "belong to another number of ranks",
-        "Mark the target as PerRank.all(...) to be handed every rank's value.",
+        "Mark the target as PerRank.all(...) to load every rank's value.",
     )
     REFUSED = (UnsupportedTypeError, "cannot be loaded into", "Materialise or copy these targets first.")
 
@@ -54,41 +54,41 @@ class Problems:
     """What does not fit, gathered over the whole state dict before anything is said."""
 
     def __init__(self) -> None:
-        self._found: dict[Trouble, list[tuple[str, str]]] = {trouble: [] for trouble in Trouble}
-        self._notes: dict[Trouble, str] = {}
+        self._found: dict[Mismatch, list[tuple[str, str]]] = {kind: [] for kind in Mismatch}
+        self._notes: dict[Mismatch, str] = {}
 
-    def add(self, trouble: Trouble, key: str, text: str) -> None:
+    def add(self, kind: Mismatch, key: str, text: str) -> None:
         """Note that `key` does not fit; `text` is what an error says of it, its name included."""
-        self._found[trouble].append((key, text))
+        self._found[kind].append((key, text))
 
-    def withdraw(self, trouble: Trouble, keys: Set[str]) -> None:
+    def withdraw(self, kind: Mismatch, keys: Set[str]) -> None:
         """These keys fit after all."""
-        self._found[trouble] = [(key, text) for key, text in self._found[trouble] if key not in keys]
+        self._found[kind] = [(key, text) for key, text in self._found[kind] if key not in keys]
 
-    def note(self, trouble: Trouble, text: str) -> None:
+    def note(self, kind: Mismatch, text: str) -> None:
         """Add `text`, a sentence about all keys of a kind, to what an error says of them."""
         if text:
-            self._notes[trouble] = f" {text}"
+            self._notes[kind] = f" {text}"
 
-    def forgive(self, *troubles: Trouble) -> tuple[str, ...]:
+    def forgive(self, *kinds: Mismatch) -> tuple[str, ...]:
         """Forget these kinds, and say which keys they were about."""
-        keys = tuple(key for trouble in troubles for key, _ in self._found[trouble])
-        self._found |= {trouble: [] for trouble in troubles}
+        keys = tuple(key for kind in kinds for key, _ in self._found[kind])
+        self._found |= {kind: [] for kind in kinds}
         return keys
 
     def raise_if_any(self) -> None:
         """One error with everything; of the closest class when there is only one kind of problem."""
-        found = {trouble: [text for _, text in keys] for trouble, keys in self._found.items() if keys}
+        found = {kind: [text for _, text in keys] for kind, keys in self._found.items() if keys}
         if found:
             lines = [
-                f"{len(texts)} keys {trouble.what}: {listed(texts, most=_MOST_REFUSED)}.{self._notes.get(trouble, '')} "
-                f"{trouble.advice}"
-                for trouble, texts in found.items()
+                f"{len(texts)} keys {kind.what}: {listed(texts, most=_MOST_REFUSED)}.{self._notes.get(kind, '')} "
+                f"{kind.advice}"
+                for kind, texts in found.items()
             ]
             raise (next(iter(found)).error if len(found) == 1 else LoadMismatchError)("; ".join(lines))
 
 
-def listed(parts: Sequence[str], *, most: int = _MOST_NAMED, separator: str = ", ") -> str:
-    """The parts as text, the first few spelled out."""
-    more = f"{separator}and {len(parts) - most} more" if len(parts) > most else ""
-    return separator.join(parts[:most]) + more
+def listed(texts: Sequence[str], *, most: int = _MOST_NAMED, separator: str = ", ") -> str:
+    """The texts as one, the first few spelled out."""
+    more = f"{separator}and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more

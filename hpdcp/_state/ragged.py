@@ -1,4 +1,4 @@
-"""`RaggedShard`: ranks own unequal stretches of a tensor's leading dimensions, each held flat."""
+"""`RaggedShard`: ranks own unequal runs of a tensor's leading dimensions, each held flat."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RaggedShard(Placement):
     The other placements are applied first; what they leave has a shape, and its leading dimensions `dims` have
     `cells = prod(shape[:len(dims)])` cells in row-major order. Rank i of the mesh dimension owns
     `cells / sum(local_units) * local_units[i]` of them, those after its predecessors', each with everything behind it.
-    Its local tensor is that stretch of elements, flat. A rank with 0 units owns nothing. With `dims=()` the whole
+    Its local tensor is that run of elements, flat. A rank with 0 units owns nothing. With `dims=()` the whole
     tensor lies on the one rank that has units.
 
     Only `Replicate` may stand before it among a tensor's placements, and there may be one. hpdcp understands every
@@ -156,7 +156,7 @@ def _check_ragged(ragged: RaggedShard, parts: int, *, alone: bool, first: bool) 
 def from_local(
     local_flat: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], global_shape: Sequence[int]
 ) -> DTensor:
-    """A DTensor that holds this rank's stretch of a tensor of `global_shape`, for `save` and `load`.
+    """A DTensor that holds this rank's run of a tensor of `global_shape`, for `save` and `load`.
 
     `local_flat` is 1-D, with as many elements as the placements give this rank, and its memory is shared; it has no
     elements on a rank outside `mesh`. The result is a leaf that requires grad where `local_flat` does. Nothing is sent
@@ -168,7 +168,7 @@ def from_local(
     """
     shape = tuple(int(size) for size in global_shape)
     if not shape:
-        raise InvalidArgumentError("A 0-dim tensor cannot be placed in stretches; keep it replicated.")
+        raise InvalidArgumentError("A 0-dim tensor has nothing to divide; keep it replicated.")
     expected = _expected_elements(mesh, placements, shape)
     if local_flat.ndim != 1 or local_flat.numel() != expected:
         raise InvalidArgumentError(

@@ -67,8 +67,8 @@ class StateTree:
     def children(self, leaf: Leaf) -> list[Leaf]:
         """The items of a leaf that is a dict, list or tuple, as leaves that `assign` knows; none of any other leaf.
 
-        For a value that is stored in pieces, because it held tensors when it was saved. Call it before anything is
-        assigned to the leaf itself.
+        For a value whose items are stored on their own, because it held tensors when it was saved. Call it before
+        anything is assigned to the leaf itself.
         """
         if leaf.path not in self._opened:
             self._opened[leaf.path] = self._walk.open(leaf, *self._holder_of(leaf.path))
