@@ -1,12 +1,12 @@
 """Remove a checkpoint and nothing else: the library behind `hpdcp rm`.
 
-What goes is what hpdcp can prove its own: the files that the metadata lists, files of attempts that the claim or the
-metadata names, their messages, the metadata and the claim. A name alone proves nothing, so all other files stay.
+What goes is what hpdcp can prove its own: the files that the metadata lists, files of attempts that the lease or the
+metadata names, their messages, the metadata and the lease. A name alone proves nothing, so all other files stay.
 
-    1. a claim of this removal, which lists the files    a save in progress here finds it and publishes nothing;
+    1. a lease of this removal, which lists the files    a save in progress here finds it and publishes nothing;
                                                          a removal that is cut off here is taken up by the next one
     2. `.metadata` or every `{rank}.metadata` goes       from here on nothing loads
-    3. data files and messages go, the claim goes last
+    3. data files and messages go, the lease goes last
 """
 
 from __future__ import annotations
@@ -15,68 +15,21 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from hpdcp._base.backend import Backend, ByteRange, KeyInfo, can_be_key
-from hpdcp._base.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    StorageError,
-    SupersededError,
-)
+from hpdcp._base.backend import Backend
+from hpdcp._base.errors import StorageError, SupersededError
 from hpdcp._files import registry
 from hpdcp._files.lease import SILENT_SECONDS, Lease
-from hpdcp._files.leftovers import attempt_in_header
 from hpdcp._files.publish import read_or_none
-from hpdcp._format.checksums import HEAD_BYTES
-from hpdcp._format.file_names import (
-    LEASE,
-    METADATA,
-    DataFileName,
-    begins_as_data,
-    carries_attempt,
-    is_attempt,
-    is_metadata_key,
-    mailbox_folder,
-    rank_of_metadata_key,
-)
-from hpdcp._format.metadata import Metadata
+from hpdcp._format.file_names import LEASE
+from hpdcp._manage._removal_plan import REMOVAL, FolderContents, Removal, fixed_names
 
-_REMOVAL: Final = "removal-"
-"""Begins the attempt in the claim of a removal: it writes nothing, so nobody needs to wait for it."""
-
-
-@dataclass(frozen=True)
-class Removal:
-    """What removing a checkpoint removes, or has removed."""
-
-    url: str
-    metadata: tuple[str, ...]
-    """What makes the checkpoint load, and goes first; empty where a save did not finish."""
-    data: tuple[str, ...]
-    """Data files and messages, sorted."""
-    claim: bool
-    """Whether there is a claim to remove."""
-    nbytes: int
-    """Of all of them together."""
-    foreign: tuple[str, ...]
-    """Files beside them, which stay. Sub-folders are not looked into, and stay as well."""
-    attempts: tuple[str, ...]
-    """Whose files these are."""
-    dry_run: bool = False
-    folder_removed: bool = False
-    """Whether the folder itself was removed: only a local one that was left empty is."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Everything that goes, in the order in which it goes."""
-        return (*self.metadata, *self.data, *([LEASE] if self.claim else []))
+__all__ = ["Removal", "remove_checkpoint"]
 
 
 def remove_checkpoint(
@@ -94,7 +47,7 @@ def remove_checkpoint(
         checkpoint_id: folder or URL.
         backend, storage_options: as `FileSystemReader` takes them.
         force: also while a save may be in progress there, which then publishes nothing, unless its ranks save each
-            for itself: those look at no claim; and where the metadata is damaged, so that files which only it lists
+            for itself: those look at no lease; and where the metadata is damaged, so that files which only it lists
             stay.
         dry_run: change nothing.
         confirm: called with what is to be removed, before anything is; nothing is when it answers False.
@@ -106,227 +59,57 @@ def remove_checkpoint(
         CheckpointNotFoundError: no checkpoint is there, nor anything of a save.
         CheckpointExistsError: a save may be in progress there; nothing was changed.
         CorruptCheckpointError, UnsupportedFormatError: the metadata cannot be read; nothing was changed.
-        SupersededError: another save claimed or changed the folder meanwhile; says what was removed.
+        SupersededError: another save took the lease or changed the folder meanwhile; says what was removed.
         StorageError: the store failed; nothing loads if anything was removed, and a second call removes the rest.
     """
     url = registry.resolve_checkpoint_id(checkpoint_id)
     with closing(registry.open_backend(url, name=backend, storage_options=storage_options)) as opened:
-        found = _Found.look(opened, force=force)
-        planned = found.plan()
+        contents = FolderContents.look(opened, force=force)
+        planned = contents.plan()
         if not force:
-            found.refuse_if_in_progress()
+            contents.refuse_if_in_progress()
         if dry_run or (confirm is not None and not confirm(planned)):
             return replace(planned, dry_run=True)
-        _Execution(opened, found, planned).run()
+        _Execution(opened, contents, planned).run()
         with contextlib.suppress(StorageError):
             # Temporary files only take room, and those that live writers may be at stay.
-            opened.remove_leftovers(silent_for=0 if force else SILENT_SECONDS, belongs=found.names_attempt)
+            opened.remove_leftovers(silent_for=0 if force else SILENT_SECONDS, belongs=contents.names_attempt)
         return replace(planned, folder_removed=_remove_empty_folder(url))
-
-
-@dataclass
-class _Found:
-    """What lies in the folder."""
-
-    backend: Backend
-    infos: Mapping[str, KeyInfo]
-    documents: dict[str, bytes] = field(default_factory=dict)
-    """`.metadata` or each `{rank}.metadata`, as they were read."""
-    listed: dict[str, int] = field(default_factory=dict)
-    """Data files that they, or the claim, list, and their recorded sizes, 0 where there is none."""
-    committed: set[str] = field(default_factory=set)
-    """Attempts that they name."""
-    claim: Lease | None = None
-    claim_bytes: bytes | None = None
-    attempts: dict[str, bool] = field(default_factory=dict)
-    """Attempt → whether it may have taken plain names."""
-    messages: dict[str, int] = field(default_factory=dict)
-    """Messages of these attempts, and their sizes."""
-
-    @classmethod
-    def look(cls, backend: Backend, *, force: bool) -> _Found:
-        found = cls(backend, {info.key: info for info in backend.list_keys()})
-        found._read_metadata(force=force)
-        found._read_claim()
-        found.attempts |= dict.fromkeys(found.committed, True)
-        if found.claim is None and METADATA not in found.infos:
-            # Ranks that save each for itself leave no claim: a file that names its attempt itself is all there is.
-            found.attempts |= dict.fromkeys(found._unlisted().values(), True)
-        if not found.documents and found.claim_bytes is None and not found.attempts:
-            raise CheckpointNotFoundError(_nothing_there(backend, list(found.infos)))
-        for attempt in found.attempts:
-            folder = mailbox_folder(attempt)
-            found.messages |= {info.key: info.size for info in backend.list_keys(folder)}
-        return found
-
-    def _read_metadata(self, *, force: bool) -> None:
-        for key in self.infos:
-            if not is_metadata_key(key):
-                continue
-            data = read_or_none(self.backend, key)
-            if data is None:
-                continue
-            where = f"{self.backend.url}/{key}"
-            try:
-                metadata = Metadata.from_bytes(data, where=where)
-            except CorruptCheckpointError as error:
-                if force and LEASE in self.infos:
-                    self.documents[key] = data
-                    continue
-                raise CorruptCheckpointError(
-                    f"{where} is no metadata of hpdcp, or damaged, so it does not say which files are the checkpoint's "
-                    f"({error}). Nothing was removed. Remove the files by hand, if they are what you think"
-                    + (", or pass force: what the claim names goes, files that only the metadata lists stay."
-                       if LEASE in self.infos else ".")
-                ) from error  # fmt: skip
-            self.documents[key] = data
-            self.listed |= {name: metadata.files[name] for name in _data_files(metadata.files)}
-            if is_attempt(metadata.settings.get("attempt", "")):
-                self.committed.add(metadata.settings["attempt"])
-
-    def _read_claim(self) -> None:
-        self.claim_bytes = read_or_none(self.backend, LEASE) if LEASE in self.infos else None
-        self.claim = None if self.claim_bytes is None else Lease.from_bytes(self.claim_bytes)
-        if self.claim is None:
-            return
-        named = {**dict(self.claim.superseded), self.claim.attempt: self.claim.plain}
-        self.attempts |= {attempt: plain for attempt, plain in named.items() if is_attempt(attempt)}
-        # `replacing` is what an attempt means to remove once it has committed, or what is committed still.
-        kept = [key for key, _ in self.claim.replaced]
-        for key in _data_files([*kept, *self.claim.replacing, *self._made_by(self.claim)]):
-            self.listed.setdefault(key, 0)
-
-    def _made_by(self, claim: Lease) -> Iterator[str]:
-        """What an attempt that has not committed made under names that are the same in every attempt."""
-        for root in () if claim.attempt in self.committed else claim.made:
-            below = [info.key for info in self.backend.list_keys(root, recursive=True)]
-            yield from registry.fixed_names([*below, *({root} & self.infos.keys())])
-
-    def _unlisted(self) -> dict[str, str]:
-        """Files that nothing lists but that are called as data files are and name an attempt in their header: which."""
-        infos = [info for key, info in self.infos.items() if key not in self.listed and DataFileName.parse(key)]
-        named = {info.key: self._attempt_of(info) for info in infos}
-        return {key: attempt for key, attempt in named.items() if attempt is not None and is_attempt(attempt)}
-
-    def _attempt_of(self, info: KeyInfo) -> str | None:
-        head = bytearray(min(info.size, HEAD_BYTES))
-        try:
-            self.backend.read_ranges(info.key, [ByteRange(0, len(head))], [memoryview(head)])
-        except (StorageError, CheckpointError):
-            return None
-        return attempt_in_header(head)
-
-    def _belongs(self, info: KeyInfo) -> bool:
-        """Whether a file that nothing lists is one of the attempts'."""
-        found = DataFileName.parse(info.key)
-        if found is None:
-            return False
-        if found.attempt is not None:
-            return self.names_attempt(info.key)
-        return self.attempts.get(self._attempt_of(info) or "", False)
-
-    def names_attempt(self, key: str) -> bool:
-        """Whether a data file's name carries the id of one of the attempts."""
-        return carries_attempt(key, self.attempts)
-
-    def plan(self) -> Removal:
-        # What other layouts put into sub-folders was not listed here: that one of them is missing does no harm.
-        own = {key for key in self.listed if key in self.infos or "/" in key}
-        own |= {key for key, info in self.infos.items() if key not in own and self._belongs(info)}
-        has_claim = self.claim_bytes is not None
-        gone = {*own, *self.documents, *self.messages, *([LEASE] if has_claim else [])}
-        sizes = self.listed | {key: info.size for key, info in self.infos.items()} | self.messages
-        return Removal(
-            url=self.backend.url,
-            metadata=tuple(sorted(self.documents, key=lambda key: (key != METADATA, rank_of_metadata_key(key) or 0))),
-            data=tuple(sorted(own | set(self.messages))),
-            claim=has_claim,
-            nbytes=sum(sizes.get(key, 0) for key in gone),
-            foreign=tuple(sorted(key for key in self.infos if key not in gone)),
-            attempts=tuple(sorted(self.attempts)),
-        )
-
-    def refuse_if_in_progress(self) -> None:
-        """Raise where an attempt that has not committed may still be at work."""
-        if self.claim is not None:
-            claimed = self.claim.attempt
-            at_work = None if claimed in self.committed or claimed.startswith(_REMOVAL) else claimed
-            last = self.claim.began
-        else:
-            # Each rank for itself: an attempt that wrote data and that no metadata names.
-            at_work = min(set(self.attempts) - self.committed, default=None)
-            last = 0.0
-        if at_work is None:
-            return
-        times = [self.infos[key].modified for key in (*_data_files(self.infos), *({LEASE} & self.infos.keys()))]
-        silent = time.time() - max([last, *times])
-        if silent < SILENT_SECONDS:
-            raise CheckpointExistsError(
-                f"{self.backend.url}: attempt {at_work} began to save here, has not committed, and was last seen "
-                f"{_ago(silent)} ago: it may be in progress. Wait for it; or, if no job saves here any more, remove it "
-                "with force (hpdcp rm --force), after which that attempt publishes nothing."
-            )
 
 
 class _Execution:
     """One removal, step by step."""
 
-    def __init__(self, backend: Backend, found: _Found, planned: Removal) -> None:
+    def __init__(self, backend: Backend, contents: FolderContents, planned: Removal) -> None:
         self._backend = backend
-        self._found = found
+        self._contents = contents
         self._planned = planned
 
     def run(self) -> None:
         backend, planned = self._backend, self._planned
         now = time.time()
         ours = Lease(
-            _REMOVAL + uuid.uuid4().hex[:16],
+            REMOVAL + uuid.uuid4().hex[:16],
             plain=False,
             began=now,
-            superseded=tuple(self._found.attempts.items()),
-            replaced=tuple((key, now) for key in planned.data if key not in self._found.messages),
-            made=tuple(sorted({key.partition("/")[0] for key in _fixed_names(planned.data)})),
+            superseded=tuple(self._contents.attempts.items()),
+            replaced=tuple((key, now) for key in planned.data if key not in self._contents.messages),
+            made=tuple(sorted({key.partition("/")[0] for key in fixed_names(planned.data)})),
         ).to_bytes()
-        if read_or_none(backend, LEASE) != self._found.claim_bytes:
-            raise self._overtaken("claimed the folder", "Nothing was removed.")
+        if read_or_none(backend, LEASE) != self._contents.lease_bytes:
+            raise self._overtaken("took the lease", "Nothing was removed.")
         backend.publish(LEASE, ours)
-        for key, data in self._found.documents.items():
+        for key, data in self._contents.documents.items():
             if read_or_none(backend, key) not in (data, None):
                 raise self._overtaken(f"published {key}", "Nothing was removed.")
         backend.delete(planned.metadata)
         backend.delete(planned.data)
         if read_or_none(backend, LEASE) != ours:
-            raise self._overtaken("claimed the folder", "The old checkpoint was removed; what is new there stays.")
+            raise self._overtaken("took the lease", "The old checkpoint was removed; what is new there stays.")
         backend.delete([LEASE])
 
     def _overtaken(self, what: str, state: str) -> SupersededError:
         return SupersededError(f"{self._backend.url}: meanwhile another save {what}. {state}")
-
-
-def _data_files(keys: Iterable[str]) -> list[str]:
-    """Those that hpdcp may have given data files as names: what lists them may have been written to do harm."""
-    possible = [key for key in keys if can_be_key(key)]
-    fixed = _fixed_names(possible)
-    return [key for key in possible if begins_as_data(key) or key in fixed]
-
-
-def _fixed_names(keys: Iterable[str]) -> frozenset[str]:
-    return registry.fixed_names(key for key in keys if not begins_as_data(key))
-
-
-def _nothing_there(backend: Backend, keys: Sequence[str]) -> str:
-    if not keys:
-        what = "it is empty, or not there"
-    elif any(key.endswith((".safetensors", ".safetensors.index.json")) for key in keys):
-        what = "it holds weights that hpdcp did not save, which stay"
-    else:
-        what = f"of the {len(keys)} files in it none is hpdcp's"
-    return f"{backend.url} holds no checkpoint: {what}. Is the path right?"
-
-
-def _ago(seconds: float) -> str:
-    minutes = max(0, round(seconds / 60))
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h"
 
 
 def _remove_empty_folder(url: str) -> bool:

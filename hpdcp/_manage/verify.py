@@ -18,14 +18,13 @@ from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError, NotSupportedError
 from hpdcp._files import registry
 from hpdcp._files.layout import Layout
-from hpdcp._files.lease import Lease
-from hpdcp._files.publish import read_or_none
+from hpdcp._files.lease import read_lease
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.checksums import HEAD_BYTES, block_span, checksum, head_mark
 from hpdcp._format.columns import starts_of
-from hpdcp._format.file_names import LEASE, is_data_key, rank_of_metadata_key
+from hpdcp._format.file_names import is_data_key, rank_of_metadata_key
 from hpdcp._format.metadata import Metadata
-from hpdcp._manage.inspect import FoundMetadata, open_checkpoint
+from hpdcp._manage._opening import FoundMetadata, open_checkpoint
 
 _WINDOW_BYTES: Final = 32 << 20
 """Most bytes that one request reads; as many are held per thread."""
@@ -198,7 +197,7 @@ class _Verification:
             for row in rows:
                 if (int(storage.offset[row]), int(storage.length[row])) not in described:
                     result.damages.append(
-                        Damage(key, "its header lacks the place recorded for this name", self._name(row))
+                        Damage(key, "its header lacks what is recorded for this name", self._name(row))
                     )
 
     def _windows(self, rows: Sequence[int]) -> Iterator[list[_Block]]:
@@ -255,10 +254,9 @@ def _layout_of(metadata: Metadata) -> type[Layout] | None:
 
 def _orphans(backend: Backend, found: FoundMetadata) -> Iterator[str]:
     used = set(found.metadata.files)
-    claim = read_or_none(backend, LEASE)
-    parsed = Lease.from_bytes(claim) if claim is not None else None
-    if parsed is not None:
-        used.update(key for key, _ in parsed.replaced)
+    lease = read_lease(backend)
+    if lease is not None:
+        used.update(key for key, _ in lease.replaced)
     for info in backend.list_keys():
         stale = rank_of_metadata_key(info.key) is not None and not found.by_rank
         if stale or (is_data_key(info.key) and info.key not in used):

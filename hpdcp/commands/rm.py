@@ -57,7 +57,7 @@ def rm(
         confirm=None if yes or dry_run else confirm,
     )
     if as_json:
-        print_json({**asdict(removal), "keys": removal.keys})
+        print_json({**asdict(removal), "claim": removal.lease, "keys": removal.keys})
     elif confirmed:
         show(*_report(removal))
     if not confirmed:

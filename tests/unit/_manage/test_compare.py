@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import hpdcp
 from hpdcp._base.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidArgumentError
 from hpdcp._convert import tensor_streams
-from hpdcp._manage import _value_differences, compare
+from hpdcp._manage import _compare_values, _value_differences
 from hpdcp._manage._value_differences import Tally
 from hpdcp._manage.compare import Aspect, Comparison, compare_checkpoints
 from tests.support.huggingface import write_shards
@@ -282,7 +282,7 @@ def test_many_blocks_of_other_sizes_on_both_sides_are_matched(saved: Saver, monk
     b = saved("b", dict(reversed(changed.items())))
     monkeypatch.setattr(tensor_streams, "STREAM_BYTES", 100)
     monkeypatch.setattr(_value_differences, "_NUMBERS_AT_ONCE", 3)
-    monkeypatch.setattr(compare, "_OBJECT_BYTES", 1)
+    monkeypatch.setattr(_compare_values, "_OBJECT_BYTES", 1)
     calls: list[tuple[int, int]] = []
     found = compare_checkpoints(a, b, values=True, on_progress=lambda done, total: calls.append((done, total)))
     assert aspects(found) == {"w17": Aspect.VALUES}

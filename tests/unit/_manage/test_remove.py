@@ -52,11 +52,11 @@ def files(folder: Path) -> set[str]:
 
 
 def aged(folder: Path, seconds: float) -> None:
-    """Make everything in the folder that much older, and what the claim says as well."""
-    claim = folder / LEASE
-    if claim.exists():
-        said = json.loads(claim.read_text())
-        claim.write_text(json.dumps({**said, "began": said["began"] - seconds}))
+    """Make everything in the folder that much older, and what the lease says as well."""
+    lease = folder / LEASE
+    if lease.exists():
+        said = json.loads(lease.read_text())
+        lease.write_text(json.dumps({**said, "began": said["began"] - seconds}))
     for path in folder.rglob("*"):
         moment = path.stat().st_mtime - seconds
         os.utime(path, (moment, moment))
@@ -102,7 +102,7 @@ def test_a_dry_run_and_a_no_change_nothing(folder: Path) -> None:
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_the_metadata_goes_first_and_the_claim_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metadata_goes_first_and_the_lease_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[str] = []
     delete = LocalBackend.delete
 
@@ -164,7 +164,7 @@ def test_a_save_after_a_removal_that_was_cut_off_is_whole_and_takes_the_rest_alo
 
 
 def begun(folder: Path, *, attempt: str = "00000000deadbeef") -> Attempt:
-    """A save that has claimed the folder, written, and not committed."""
+    """A save that holds the lease, has written, and not committed."""
     backend = LocalBackend(str(folder))
     started = Attempt.begin(backend, attempt)
     hpdcp.save(STATE, checkpoint_id=folder.parent / "other")
@@ -305,7 +305,7 @@ def test_a_newer_format_is_refused_even_by_force(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("listed", ["notes.txt", "../notes.txt", "/etc/notes.txt", "_rank0_/../../notes.txt", METADATA])
-def test_metadata_and_claims_of_a_stranger_cannot_name_a_users_file(listed: str, folder: Path) -> None:
+def test_metadata_and_leases_of_a_stranger_cannot_name_a_users_file(listed: str, folder: Path) -> None:
     for place in (folder, folder.parent):
         (place / "notes.txt").write_text("mine")
     list_instead(folder, listed)

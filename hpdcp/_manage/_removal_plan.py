@@ -1,0 +1,247 @@
+"""What in a folder is a checkpoint's, or a save's that did not finish: only what hpdcp can prove its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from hpdcp._base.backend import Backend, ByteRange, KeyInfo, can_be_key
+from hpdcp._base.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+)
+from hpdcp._files import registry
+from hpdcp._files.lease import SILENT_SECONDS, Lease
+from hpdcp._files.leftovers import attempt_in_header
+from hpdcp._files.publish import read_or_none
+from hpdcp._format.checksums import HEAD_BYTES
+from hpdcp._format.file_names import (
+    LEASE,
+    METADATA,
+    DataFileName,
+    begins_as_data,
+    carries_attempt,
+    is_attempt,
+    is_metadata_key,
+    mailbox_folder,
+    rank_of_metadata_key,
+)
+from hpdcp._format.metadata import Metadata
+
+REMOVAL: Final = "removal-"
+"""Begins the attempt in the lease of a removal: it writes nothing, so nobody needs to wait for it."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What removing a checkpoint removes, or has removed."""
+
+    url: str
+    metadata: tuple[str, ...]
+    """What makes the checkpoint load, and goes first; empty where a save did not finish."""
+    data: tuple[str, ...]
+    """Data files and messages, sorted."""
+    lease: bool
+    """Whether there is a lease to remove, `.attempt`."""
+    nbytes: int
+    """Of all of them together."""
+    foreign: tuple[str, ...]
+    """Files beside them, which stay. Sub-folders are not looked into, and stay as well."""
+    attempts: tuple[str, ...]
+    """Whose files these are."""
+    dry_run: bool = False
+    folder_removed: bool = False
+    """Whether the folder itself was removed: only a local one that was left empty is."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Everything that goes, in the order in which it goes."""
+        return (*self.metadata, *self.data, *([LEASE] if self.lease else []))
+
+    @property
+    def claim(self) -> bool:
+        """The earlier name of `lease`."""
+        return self.lease
+
+
+@dataclass
+class FolderContents:
+    """What lies in the folder, and whose it is."""
+
+    backend: Backend
+    infos: Mapping[str, KeyInfo]
+    documents: dict[str, bytes] = field(default_factory=dict)
+    """`.metadata` or each `{rank}.metadata`, as they were read."""
+    listed: dict[str, int] = field(default_factory=dict)
+    """Data files that they, or the lease, list, and their recorded sizes, 0 where there is none."""
+    committed: set[str] = field(default_factory=set)
+    """Attempts that they name."""
+    lease: Lease | None = None
+    lease_bytes: bytes | None = None
+    attempts: dict[str, bool] = field(default_factory=dict)
+    """Attempt → whether it may have taken plain names."""
+    messages: dict[str, int] = field(default_factory=dict)
+    """Messages of these attempts, and their sizes."""
+
+    @classmethod
+    def look(cls, backend: Backend, *, force: bool) -> FolderContents:
+        """List the folder and read what says whose its files are; `force`: also where the metadata is damaged.
+
+        Raises:
+            CheckpointNotFoundError: no checkpoint is there, nor anything of a save.
+            CorruptCheckpointError, UnsupportedFormatError: the metadata cannot be read.
+        """
+        found = cls(backend, {info.key: info for info in backend.list_keys()})
+        found._read_metadata(force=force)
+        found._read_lease()
+        found.attempts |= dict.fromkeys(found.committed, True)
+        if found.lease is None and METADATA not in found.infos:
+            # Ranks that save each for itself leave no lease: a file that names its attempt itself is all there is.
+            found.attempts |= dict.fromkeys(found._unlisted().values(), True)
+        if not found.documents and found.lease_bytes is None and not found.attempts:
+            raise CheckpointNotFoundError(_nothing_there(backend, list(found.infos)))
+        for attempt in found.attempts:
+            folder = mailbox_folder(attempt)
+            found.messages |= {info.key: info.size for info in backend.list_keys(folder)}
+        return found
+
+    def _read_metadata(self, *, force: bool) -> None:
+        for key in self.infos:
+            if not is_metadata_key(key):
+                continue
+            data = read_or_none(self.backend, key)
+            if data is None:
+                continue
+            where = f"{self.backend.url}/{key}"
+            try:
+                metadata = Metadata.from_bytes(data, where=where)
+            except CorruptCheckpointError as error:
+                if force and LEASE in self.infos:
+                    self.documents[key] = data
+                    continue
+                raise CorruptCheckpointError(
+                    f"{where} is no metadata of hpdcp, or damaged, so it does not say which files are the checkpoint's "
+                    f"({error}). Nothing was removed. Remove the files by hand, if they are what you think"
+                    + (", or pass force: what the lease names goes, files that only the metadata lists stay."
+                       if LEASE in self.infos else ".")
+                ) from error  # fmt: skip
+            self.documents[key] = data
+            self.listed |= {name: metadata.files[name] for name in _data_files(metadata.files)}
+            if is_attempt(metadata.settings.get("attempt", "")):
+                self.committed.add(metadata.settings["attempt"])
+
+    def _read_lease(self) -> None:
+        self.lease_bytes = read_or_none(self.backend, LEASE) if LEASE in self.infos else None
+        self.lease = None if self.lease_bytes is None else Lease.from_bytes(self.lease_bytes)
+        if self.lease is None:
+            return
+        named = {**dict(self.lease.superseded), self.lease.attempt: self.lease.plain}
+        self.attempts |= {attempt: plain for attempt, plain in named.items() if is_attempt(attempt)}
+        # `replacing` is what an attempt means to remove once it has committed, or what is committed still.
+        kept = [key for key, _ in self.lease.replaced]
+        for key in _data_files([*kept, *self.lease.replacing, *self._made_by(self.lease)]):
+            self.listed.setdefault(key, 0)
+
+    def _made_by(self, lease: Lease) -> Iterator[str]:
+        """What an attempt that has not committed made under names that are the same in every attempt."""
+        for root in () if lease.attempt in self.committed else lease.made:
+            below = [info.key for info in self.backend.list_keys(root, recursive=True)]
+            yield from registry.fixed_names([*below, *({root} & self.infos.keys())])
+
+    def _unlisted(self) -> dict[str, str]:
+        """Files that nothing lists but that are called as data files are and name an attempt in their header: which."""
+        infos = [info for key, info in self.infos.items() if key not in self.listed and DataFileName.parse(key)]
+        named = {info.key: self._attempt_of(info) for info in infos}
+        return {key: attempt for key, attempt in named.items() if attempt is not None and is_attempt(attempt)}
+
+    def _attempt_of(self, info: KeyInfo) -> str | None:
+        head = bytearray(min(info.size, HEAD_BYTES))
+        try:
+            self.backend.read_ranges(info.key, [ByteRange(0, len(head))], [memoryview(head)])
+        except (StorageError, CheckpointError):
+            return None
+        return attempt_in_header(head)
+
+    def _belongs(self, info: KeyInfo) -> bool:
+        """Whether a file that nothing lists is one of the attempts'."""
+        found = DataFileName.parse(info.key)
+        if found is None:
+            return False
+        if found.attempt is not None:
+            return self.names_attempt(info.key)
+        return self.attempts.get(self._attempt_of(info) or "", False)
+
+    def names_attempt(self, key: str) -> bool:
+        """Whether a data file's name carries the id of one of the attempts."""
+        return carries_attempt(key, self.attempts)
+
+    def plan(self) -> Removal:
+        """What is to be removed, and what stays."""
+        # What other layouts put into sub-folders was not listed here: that one of them is missing does no harm.
+        own = {key for key in self.listed if key in self.infos or "/" in key}
+        own |= {key for key, info in self.infos.items() if key not in own and self._belongs(info)}
+        has_lease = self.lease_bytes is not None
+        gone = {*own, *self.documents, *self.messages, *([LEASE] if has_lease else [])}
+        sizes = self.listed | {key: info.size for key, info in self.infos.items()} | self.messages
+        return Removal(
+            url=self.backend.url,
+            metadata=tuple(sorted(self.documents, key=lambda key: (key != METADATA, rank_of_metadata_key(key) or 0))),
+            data=tuple(sorted(own | set(self.messages))),
+            lease=has_lease,
+            nbytes=sum(sizes.get(key, 0) for key in gone),
+            foreign=tuple(sorted(key for key in self.infos if key not in gone)),
+            attempts=tuple(sorted(self.attempts)),
+        )
+
+    def refuse_if_in_progress(self) -> None:
+        """Raise where an attempt that has not committed may still be at work."""
+        if self.lease is not None:
+            holder = self.lease.attempt
+            at_work = None if holder in self.committed or holder.startswith(REMOVAL) else holder
+            last = self.lease.began
+        else:
+            # Each rank for itself: an attempt that wrote data and that no metadata names.
+            at_work = min(set(self.attempts) - self.committed, default=None)
+            last = 0.0
+        if at_work is None:
+            return
+        times = [self.infos[key].modified for key in (*_data_files(self.infos), *({LEASE} & self.infos.keys()))]
+        silent = time.time() - max([last, *times])
+        if silent < SILENT_SECONDS:
+            raise CheckpointExistsError(
+                f"{self.backend.url}: attempt {at_work} began to save here, has not committed, and was last seen "
+                f"{_ago(silent)} ago: it may be in progress. Wait for it; or, if no job saves here any more, remove it "
+                "with force (hpdcp rm --force), after which that attempt publishes nothing."
+            )
+
+
+def _data_files(keys: Iterable[str]) -> list[str]:
+    """Those that hpdcp may have given data files as names: what lists them may have been written to do harm."""
+    possible = [key for key in keys if can_be_key(key)]
+    fixed = fixed_names(possible)
+    return [key for key in possible if begins_as_data(key) or key in fixed]
+
+
+def fixed_names(keys: Iterable[str]) -> frozenset[str]:
+    """Those that a layout gives files in every attempt alike."""
+    return registry.fixed_names(key for key in keys if not begins_as_data(key))
+
+
+def _nothing_there(backend: Backend, keys: Sequence[str]) -> str:
+    if not keys:
+        what = "it is empty, or not there"
+    elif any(key.endswith((".safetensors", ".safetensors.index.json")) for key in keys):
+        what = "it holds weights that hpdcp did not save, which stay"
+    else:
+        what = f"of the {len(keys)} files in it none is hpdcp's"
+    return f"{backend.url} holds no checkpoint: {what}. Is the path right?"
+
+
+def _ago(seconds: float) -> str:
+    minutes = max(0, round(seconds / 60))
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h"
