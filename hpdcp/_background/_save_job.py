@@ -77,7 +77,7 @@ class SaveJob:
 
     def to_message(self) -> tuple[dict[str, Any], bytes]:
         """The facts and the payload of the message that carries it."""
-        parts = {
+        blobs = {
             "writer": self.writer.pickled,
             "planner": self.planner.pickled,
             "plan": b"" if self.plan is None else self.plan.to_bytes(),
@@ -86,7 +86,7 @@ class SaveJob:
             "config": self.environment.config,
         }
         plans = [plan.to_bytes() for plan in self.cached]
-        parts |= {f"cached.{number}": data for number, data in enumerate(plans)}
+        blobs |= {f"cached.{number}": data for number, data in enumerate(plans)}
         facts = {
             "identity": dataclasses.astuple(self.identity),
             "rank": self.rank,
@@ -102,32 +102,32 @@ class SaveJob:
             "variables": dict(self.environment.variables),
             "search_path": list(self.environment.search_path),
         }
-        payload = pack_columns({name: np.frombuffer(data, dtype=np.uint8) for name, data in parts.items()}, {})
+        payload = pack_columns({name: np.frombuffer(data, dtype=np.uint8) for name, data in blobs.items()}, {})
         return facts, payload
 
     @classmethod
     def from_message(cls, message: Message) -> SaveJob:
         facts = message.facts
         columns, _ = unpack_columns(message.payload, where="a job")
-        parts = {name: column.tobytes() for name, column in columns.items()}
-        plan = SavePlan.from_bytes(parts["plan"]) if parts["plan"] else None
+        blobs = {name: column.tobytes() for name, column in columns.items()}
+        plan = SavePlan.from_bytes(blobs["plan"]) if blobs["plan"] else None
         return cls(
             identity=SaveIdentity(*facts["identity"]),
             rank=facts["rank"],
             world_size=facts["world_size"],
             coordination=Coordination(facts["coordination"]),
             master=(facts["master"][0], facts["master"][1]),
-            writer=WriterSpec(facts["writer"], parts["writer"]),
-            planner=PlannerSpec(facts["planner"], parts["planner"]),
+            writer=WriterSpec(facts["writer"], blobs["writer"]),
+            planner=PlannerSpec(facts["planner"], blobs["planner"]),
             plan=plan,
-            staged=StagedState.from_bytes(parts["staged"]) if parts["staged"] else None,
+            staged=StagedState.from_bytes(blobs["staged"]) if blobs["staged"] else None,
             wave_bytes=facts["wave_bytes"],
             key=facts["key"],
-            cached=[CachedPlan.from_bytes(data) for name, data in parts.items() if name.startswith("cached.")],
+            cached=[CachedPlan.from_bytes(data) for name, data in blobs.items() if name.startswith("cached.")],
             known=facts["known"],
-            rest=SavePlan.from_part(parts["rest"], plan) if plan is not None and parts["rest"] else None,
+            rest=SavePlan.from_part(blobs["rest"], plan) if plan is not None and blobs["rest"] else None,
             failure=facts["failure"],
-            environment=CallEnvironment(parts["config"], facts["variables"], facts["search_path"]),
+            environment=CallEnvironment(blobs["config"], facts["variables"], facts["search_path"]),
         )
 
 

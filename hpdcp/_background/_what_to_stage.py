@@ -66,19 +66,19 @@ def stage(
 def _needed(cached: Sequence[CachedPlan], check_replicas: str) -> tuple[SavePlan, SavePlan]:
     """Of what this rank holds, what it writes by these plans or is asked to compare with others', and the rest."""
     local = SavePlan.from_bytes(cached[0].local)
-    parts = [SavePlan.from_part(plan.part, SavePlan.from_bytes(plan.local)) for plan in cached]
+    plans = [SavePlan.from_part(plan.part, SavePlan.from_bytes(plan.local)) for plan in cached]
     most = {"off": -1, "small": SMALL_REPLICA_BYTES, "all": None}[check_replicas]
-    needed = rows_needed(local, parts, most)
+    needed = rows_needed(local, plans, most)
     return local.select(needed), local.select(np.setdiff1d(np.arange(len(local)), needed))
 
 
-def rows_needed(local: SavePlan, parts: Sequence[SavePlan], most: int | None) -> npt.NDArray[np.int64]:
-    """Items of `local` of which `parts` write something, or which are compared since they take at most `most` bytes."""
+def rows_needed(local: SavePlan, plans: Sequence[SavePlan], most: int | None) -> npt.NDArray[np.int64]:
+    """Items of `local` of which `plans` write something, or which are compared since they take at most `most` bytes."""
     if most is None:
         return np.arange(len(local), dtype=np.int64)
     wanted = local.nbytes <= most
-    asked = [*parts, *(part.sent_plan() for part in parts if part.redistribution is not None)]
-    names = {(index.fqn, index.owner) for part in asked for index in (item.index for item in part.items)}
+    asked = [*plans, *(plan.sent_plan() for plan in plans if plan.redistribution is not None)]
+    names = {(index.fqn, index.owner) for plan in asked for index in (item.index for item in plan.items)}
     written = [(index.fqn, index.owner) in names for index in (item.index for item in local.items)]
     return np.flatnonzero(wanted | np.array(written, dtype=np.bool_))
 
