@@ -232,7 +232,7 @@ class _Save:
 
 def plan_key(writer: StorageWriter, planner: SavePlanner, key: Hashable) -> Hashable:
     """Under which name `PLANS` holds plans that `writer` executes and `planner` has `key` for."""
-    return _class_name(writer), _class_name(planner), key
+    return _class_name(writer), writer.cache_key(), _class_name(planner), key
 
 
 def _class_name(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,11 @@ class FileSystemWriter(StorageWriter):
 
     def open_place(self) -> Backend:
         return self.open_location()
+
+    def cache_key(self) -> Hashable:
+        name = self._layout_name or config.current().layout
+        options = config.layout_settings(name)
+        return name, tuple((key, repr(options[key].value)) for key in sorted(options))
 
     # The steps of a save, in the order in which `StorageWriter` lists them.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 from hpdcp._base import config
@@ -61,6 +61,13 @@ class StorageWriter(ABC):
     def open_place(self) -> Backend:
         """The earlier name of `open_location`, which a writer may still implement in its stead."""
         raise NotSupportedError(f"{type(self).__name__} saves to no location that a backend can open.")
+
+    def cache_key(self) -> Hashable:
+        """Equal for two saves exactly when this writer arranges equal plans alike, so that one's may serve the other.
+
+        Asked of a writer that is not configured as well. Values of immutable plain types only.
+        """
+        return ()
 
     @abstractmethod
     def configure_writer(self, context: PlannerContext) -> None:

@@ -256,6 +256,20 @@ def test_a_process_by_itself_uses_its_plans_again(tmp_path: Path, caplog: pytest
         assert target == state
 
 
+def test_each_layout_has_plans_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="hpdcp")
+    hits = []
+    for turn, layout in enumerate(["safetensors", "zarr", "zarr", "safetensors"]):
+        caplog.clear()
+        writer = hpdcp.FileSystemWriter(tmp_path / str(turn), layout=layout)
+        hpdcp.save({"w": torch.full((3,), float(turn))}, storage_writer=writer)
+        target = {"w": torch.zeros(3)}
+        hpdcp.load(target, checkpoint_id=tmp_path / str(turn))
+        assert target["w"].tolist() == [turn] * 3
+        hits.append("Hit final plan and metadata cache." in caplog.messages)
+    assert hits == [False, False, True, True]
+
+
 def test_a_writer_that_changes_plans_is_given_a_new_one_every_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
