@@ -43,28 +43,28 @@ def full_state(
     Raises:
         CoverageError, UnsupportedTypeError, CorruptCheckpointError, UnsafePickleError: naming the key.
     """
-    source = TensorStreamer(reader, metadata, as_a_load=not check_all)
+    streamer = TensorStreamer(reader, metadata, as_a_load=not check_all)
     entries = metadata.entries
     rows = range(len(entries))
-    wanted = {
+    requests = {
         row: StreamRequest(row, Box.whole(entries.shape(row))) for row in rows if entries.kinds[row] == EntryKind.TENSOR
     }
-    source.check(wanted.values())
+    streamer.check(requests.values())
     values: dict[int, Any] = {
         row: objects.decode(data, key=entries.fqns[row], allow_pickle=reader.allow_pickle)
         for row, data in read_objects(reader, metadata, object_rows(metadata)).items()
     }
     views = functools.cache(reader.backend.map_private)
     left: list[StreamRequest] = []
-    for row, each in wanted.items():
-        mapped = source.mapped_privately(each, views)
+    for row, each in requests.items():
+        mapped = streamer.mapped_privately(each, views)
         if mapped is None:
-            mapped = allocate(each.box.sizes, source.dtype(row))
+            mapped = allocate(each.box.sizes, streamer.dtype(row))
             left.append(each)
         values[row] = mapped
     if left:
         with progress.bar("read", sum(values[each.row].nbytes for each in left)) as shown:
-            source.fill([(each, values[each.row]) for each in left], shown.add)
+            streamer.fill([(each, values[each.row]) for each in left], shown.add)
     for row in rows:
         if entries.kinds[row] == EntryKind.ALIAS:
             values[row] = values[metadata.resolve(row)]

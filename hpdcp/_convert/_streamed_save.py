@@ -36,7 +36,7 @@ def save_streamed(
         return options.result(sizes, {}, replaced=replaced)
     share = shares(metadata, exchange.world_size)[exchange.rank]
     total = sum(box.volume * itemsize_of(metadata.entries.dtype(row)) for row, box in share)
-    with closing(planner_class(streamer, options.count_of(total))) as planner:
+    with closing(planner_class(streamer, options.progress_counter(total))) as planner:
         saved = save_to(options.destination, {}, planner, exchange, layout)
     return options.result(sizes, dict(saved.files), replaced=replaced)
 

@@ -68,7 +68,7 @@ class ConversionOptions:
         """How the ranks that share the work talk."""
         return open_exchange(no_dist=self.no_dist, use_collectives=True)
 
-    def count_of(self, total: int) -> Callable[[int], None]:
+    def progress_counter(self, total: int) -> Callable[[int], None]:
         """What tells `progress` of each so many bytes, of `total` that this process writes."""
         done = 0
 

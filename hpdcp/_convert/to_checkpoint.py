@@ -120,7 +120,7 @@ def _from_torch_file(options: _ImportOptions, exchange: Exchange) -> Conversion:
         replaced = exchange.agree("looking at the destination", options.destination.holds_checkpoint)
         if options.dry_run:
             return options.result(sizes, {}, replaced=replaced)
-        planner = _CountingPlanner(options.count_of(sum(sizes.values())))
+        planner = _CountingPlanner(options.progress_counter(sum(sizes.values())))
         saved = save_to(options.destination, state, planner, exchange)
         return options.result(sizes, dict(saved.files), replaced=replaced)
 

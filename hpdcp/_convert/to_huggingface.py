@@ -153,7 +153,7 @@ class _PlannedExport:
     def write(self, exchange: Exchange) -> None:
         """Write the folder, each rank files of its own."""
         total = sum(file.nbytes for file in self.plan.shares(exchange.world_size)[exchange.rank])
-        count = self.options.count_of(total)
+        count = self.options.progress_counter(total)
         backend = exchange.agree("opening the destination", self.options.destination.open)
         with closing(backend), bars.bar("convert", total) as shown:
 

@@ -40,22 +40,24 @@ def read_storage_options(text: str) -> dict[str, Any]:
     return options
 
 
-def _backend(flag: str, whose: str) -> Any:
+def backend_option(flag: str, whose: str) -> Any:
+    """An option that names the backend of one location."""
     return typer.Option(
         flag, metavar="NAME", help=f"Use this as {whose}, in place of the configured one: local, nfs, s3, fsspec…"
     )
 
 
-def _storage_options(flag: str, whose: str) -> Any:
+def storage_options_option(flag: str, whose: str) -> Any:
+    """An option that takes the storage options of one location."""
     about = (
-        f"Hand these to fsspec for {whose}, over the configured ones. Secrets are safer in @FILE or the environment."
+        f"Pass these to fsspec for {whose}, before the configured ones. Secrets are safer in @FILE or the environment."
     )
     return typer.Option(flag, metavar="JSON|@FILE", parser=read_storage_options, help=about)
 
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The checkpoint's folder or URL.", show_default=False)]
-BackendName = Annotated[str | None, _backend("--backend", "the backend")]
-StorageOptions = Annotated[dict[str, Any] | None, _storage_options("--storage-options", "the place")]
+BackendName = Annotated[str | None, backend_option("--backend", "the backend")]
+StorageOptions = Annotated[dict[str, Any] | None, storage_options_option("--storage-options", "the location")]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables; sizes in bytes.")]
 Bar = Annotated[
@@ -66,13 +68,3 @@ Bar = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be done.")]
-
-SrcBackend = Annotated[str | None, _backend("--src-backend", "the source's backend")]
-DstBackend = Annotated[str | None, _backend("--dst-backend", "the destination's backend")]
-SrcOptions = Annotated[dict[str, Any] | None, _storage_options("--src-storage-options", "the source")]
-DstOptions = Annotated[dict[str, Any] | None, _storage_options("--dst-storage-options", "the destination")]
-
-BackendA = Annotated[str | None, _backend("--backend-a", "A's backend")]
-BackendB = Annotated[str | None, _backend("--backend-b", "B's backend")]
-OptionsA = Annotated[dict[str, Any] | None, _storage_options("--storage-options-a", "A")]
-OptionsB = Annotated[dict[str, Any] | None, _storage_options("--storage-options-b", "B")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -14,9 +13,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpdcp._base.natural_order import natural_key
+
 _WIDE: Final = 100_000
 """Columns of output that goes to a file or a pipe: names are never cut there."""
-_NUMBER: Final = re.compile(r"([0-9]{1,18})")
 
 Thing = TypeVar("Thing")
 
@@ -85,13 +85,15 @@ def size_of(nbytes: int) -> str:
     return f"{nbytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
-def count_of(number: int, thing: str) -> str:
-    """A number of things.
+def count_of(number: int, thing: str, verb: str = "") -> str:
+    """A number of things, and what they do.
 
-    >>> count_of(1, "file"), count_of(2000, "file")
-    ('1 file', '2,000 files')
+    >>> count_of(1, "file"), count_of(2000, "file"), count_of(1, "file", "stay"), count_of(2, "file", "stay")
+    ('1 file', '2,000 files', '1 file stays', '2 files stay')
     """
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    one = number == 1
+    does = f" {verb}{'s' if one else ''}" if verb else ""
+    return f"{number:,} {thing}{'' if one else 's'}{does}"
 
 
 def rate_of(nbytes: int, seconds: float) -> str:
@@ -106,13 +108,7 @@ def shape_of(shape: Sequence[int]) -> str:
 
 def in_order(things: Iterable[Thing], name: Callable[[Thing], str]) -> list[Thing]:
     """By name, as people count: layer 2 before layer 10."""
-
-    def key(thing: Thing) -> list[tuple[int, str]]:
-        # Odd parts are the numbers; as pairs, so that a number meets a number at the same place of two names.
-        parts = _NUMBER.split(name(thing))
-        return [(int(part), part) if place % 2 else (0, part) for place, part in enumerate(parts)]
-
-    return sorted(things, key=key)
+    return sorted(things, key=lambda thing: natural_key(name(thing)))
 
 
 def table_of(*columns: str, numbers: Sequence[str] = ()) -> Table:

@@ -68,7 +68,7 @@ def rm(
 def _what(removal: Removal) -> str:
     kind = "the checkpoint" if removal.metadata else "what a save that did not finish left"
     what = f"{kind} in {removal.url}: {count_of(len(removal.keys), 'file')}, {size_of(removal.nbytes)}"
-    return plain(what + (f"; {count_of(len(removal.foreign), 'other file')} stay" if removal.foreign else ""))
+    return plain(what + (f"; {count_of(len(removal.foreign), 'other file', 'stay')}" if removal.foreign else ""))
 
 
 def _report(removal: Removal) -> Iterator[RenderableType]:
@@ -81,7 +81,7 @@ def _report(removal: Removal) -> Iterator[RenderableType]:
             f"{', and the folder' if removal.folder_removed else ''}: {removal.url}"
         )
     if removal.foreign:
-        yield text_of(f"{count_of(len(removal.foreign), 'file')} beside it, not the checkpoint's, stay:")
+        yield text_of(f"{count_of(len(removal.foreign), 'other file', 'stay')}:")
         yield from (text_of(f"  {key}") for key in removal.foreign[:_MOST_NAMED])
         if len(removal.foreign) > _MOST_NAMED:
             yield text_of(f"  … and {len(removal.foreign) - _MOST_NAMED:,} more", "dim")

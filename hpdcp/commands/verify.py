@@ -60,7 +60,7 @@ def _verdict(report: VerifyReport) -> Iterable[RenderableType]:
         yield table
         yield Text()
         yield text_of(
-            f"DAMAGED: {report.url}: {count_of(len(report.damages), 'problem')}; intact are {compared}", "bold red"
+            f"DAMAGED: {report.url}: {count_of(len(report.damages), 'problem')}; intact: {compared}", "bold red"
         )
     else:
         yield text_of(f"sound: {report.url}: {compared}", "bold green")

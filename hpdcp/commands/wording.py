@@ -19,7 +19,7 @@ WORDS: Final = {
     "name_map maps": "--name-map maps",
     "FileSystemReader(allow_pickle=True)": "--allow-pickle",
     "hpdcp.config.using(backend=...)": "an option such as --backend",
-    "checkpoint_id is": "the place is",
+    "checkpoint_id is": "the location is",
 }
 """What messages say, as their source has it, up to a brace → what the command line says."""
 

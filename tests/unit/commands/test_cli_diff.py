@@ -45,7 +45,7 @@ def test_differences_are_rows_and_exit_with_1(a: Path, b: Path, command: Command
     assert rows["step"].split() == ["step", "values", "3", "4"]
     assert "only in B" in rows[r"[red]\x1b[31m"]
     assert "\x1b" not in answer.out
-    assert "DIFFERENT: 3 names; compared were 3 names, 65 B of values" in answer.said
+    assert "DIFFERENT: 3 names; compared: 3 names, 65 B of values" in answer.said
     answer = command("diff", a, b, "--values", "--limit", 1, status=1)
     assert "and 2 more" in answer.out
 

@@ -30,7 +30,7 @@ def test_what_would_go_is_listed_in_the_order_in_which_it_goes(folder: Path, com
     answer = command("rm", folder, "--dry-run")
     lines = [line.strip() for line in answer.out.splitlines()]
     assert lines[1:4] == [".metadata", "_rank0_.safetensors", ".attempt"]
-    assert "1 file beside it, not the checkpoint's, stay: notes.txt" in answer.said
+    assert "1 other file stays: notes.txt" in answer.said
     document = command("rm", folder, "--dry-run", "--json").document
     assert document["keys"] == lines[1:4]
     assert document["foreign"] == ["notes.txt"]
