@@ -30,7 +30,7 @@ class ConversionPlanner(SavePlanner):
 
     Args:
         streamer: whose metadata holds tensors and aliases only.
-        on_bytes: told of each so many bytes that were handed out to be written.
+        on_bytes: told of each so many bytes that are about to be written.
     """
 
     def __init__(self, streamer: TensorStreamer, on_bytes: Callable[[int], None] = lambda _: None) -> None:
@@ -46,17 +46,17 @@ class ConversionPlanner(SavePlanner):
     def build_local_plan(self) -> SavePlan:
         metadata = self._streamer.metadata
         mine = shares(metadata, self._context.world_size)[self._context.rank]
-        self._streamer.check([StreamRequest(row, box) for row, box in mine])
+        self._streamer.check(mine)
         entries = [metadata.entries[row] for row in range(len(metadata.entries))]
         items = [
             WriteItem(
-                MetadataIndex(entries[row].fqn, box.offsets, box.sizes, entries[row].owner),
+                MetadataIndex(entries[each.row].fqn, each.box.offsets, each.box.sizes, entries[each.row].owner),
                 EntryKind.TENSOR,
-                box.volume * self._streamer.dtype(row).itemsize,
+                each.box.volume * self._streamer.dtype(each.row).itemsize,
             )
-            for row, box in mine
+            for each in mine
         ]
-        self._row_of = {(item.index.fqn, item.index.owner): row for item, (row, _) in zip(items, mine, strict=True)}
+        self._row_of = {(item.index.fqn, item.index.owner): each.row for item, each in zip(items, mine, strict=True)}
         return SavePlan.build(entries, items)
 
     def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -104,40 +104,35 @@ class ConversionPlanner(SavePlanner):
         return StreamRequest(self._row_of[item.index.fqn, item.index.owner], Box(item.index.offsets, item.index.sizes))
 
 
-def requests_of_all(metadata: Metadata) -> list[StreamRequest]:
-    """All that a conversion stores, by whatever rank."""
-    return [StreamRequest(row, box) for row, box in shares(metadata, 1)[0]]
-
-
-def shares(metadata: Metadata, world_size: int) -> list[list[tuple[int, Box]]]:
-    """For each rank, the boxes of entries (by row) that it writes: all tensors once, about as many bytes each."""
+def shares(metadata: Metadata, world_size: int) -> list[list[StreamRequest]]:
+    """What each rank writes: all tensors once, about as many bytes each."""
     entries = metadata.entries
     rows = np.flatnonzero((entries.kinds == EntryKind.TENSOR) & (entries.volumes() > 0)).tolist()
     nbytes = np.zeros(len(entries), dtype=np.int64)
     np.add.at(nbytes, metadata.chunks.entry, metadata.storage.length)
     most = max(_LEAST_SHARE, -(-int(nbytes[rows].sum()) // world_size))
-    pieces: list[tuple[int, int, Box]] = []
+    boxes: list[tuple[int, int, Box]] = []
     for row in rows:
-        parts = 1 if world_size == 1 else min(world_size, -(-int(nbytes[row]) // most))
+        count = 1 if world_size == 1 else min(world_size, -(-int(nbytes[row]) // most))
         whole = Box.whole(entries.shape(row))
-        pieces += [(int(nbytes[row]) * box.volume // whole.volume, row, box) for box in _by_rows(whole, parts)]
-    pieces.sort(key=lambda piece: (-piece[0], piece[1:]))
-    found: list[list[tuple[int, Box]]] = [[] for _ in range(world_size)]
-    ranks = assign_evenly((size for size, _, _ in pieces), world_size)
-    for rank, (_, row, box) in zip(ranks, pieces, strict=True):
-        found[rank].append((row, box))
+        boxes += [(int(nbytes[row]) * box.volume // whole.volume, row, box) for box in _by_rows(whole, count)]
+    boxes.sort(key=lambda each: (-each[0], each[1:]))
+    found: list[list[StreamRequest]] = [[] for _ in range(world_size)]
+    ranks = assign_evenly((size for size, _, _ in boxes), world_size)
+    for rank, (_, row, box) in zip(ranks, boxes, strict=True):
+        found[rank].append(StreamRequest(row, box))
     return found
 
 
-def _by_rows(box: Box, parts: int) -> Iterator[Box]:
-    """The box in about so many parts along its first dimension that can be cut."""
+def _by_rows(box: Box, count: int) -> Iterator[Box]:
+    """The box as about so many boxes, cut along its first dimension that can be."""
     axis = next((axis for axis, size in enumerate(box.sizes) if size > 1), None)
-    if axis is None or parts == 1:
+    if axis is None or count == 1:
         yield box
         return
     rows = box.sizes[axis]
-    parts = min(parts, rows)
-    for number in range(parts):
-        begin, end = rows * number // parts, rows * (number + 1) // parts
+    count = min(count, rows)
+    for number in range(count):
+        begin, end = rows * number // count, rows * (number + 1) // count
         sizes = (*box.sizes[:axis], end - begin, *box.sizes[axis + 1 :])
         yield Box((*box.offsets[:axis], box.offsets[axis] + begin, *box.offsets[axis + 1 :]), sizes)

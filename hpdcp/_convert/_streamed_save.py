@@ -8,7 +8,7 @@ from typing import Any
 
 from hpdcp._comm.exchange import Exchange
 from hpdcp._convert._location import Location
-from hpdcp._convert._planner import ConversionPlanner, requests_of_all, shares
+from hpdcp._convert._planner import ConversionPlanner, shares
 from hpdcp._convert.conversion import Conversion, ConversionOptions, tensor_sizes
 from hpdcp._convert.tensor_streams import TensorStreamer
 from hpdcp._engine.save import save_state
@@ -32,10 +32,10 @@ def save_streamed(
     sizes = tensor_sizes(metadata)
     replaced = exchange.agree("looking at the destination", options.destination.holds_checkpoint)
     if options.dry_run:
-        exchange.agree("checking the source", lambda: streamer.check(requests_of_all(metadata)))
+        exchange.agree("checking the source", lambda: streamer.check(shares(metadata, 1)[0]))
         return options.result(sizes, {}, replaced=replaced)
     share = shares(metadata, exchange.world_size)[exchange.rank]
-    total = sum(box.volume * itemsize_of(metadata.entries.dtype(row)) for row, box in share)
+    total = sum(each.box.volume * itemsize_of(metadata.entries.dtype(each.row)) for each in share)
     with closing(planner_class(streamer, options.progress_counter(total))) as planner:
         saved = save_to(options.destination, {}, planner, exchange, layout)
     return options.result(sizes, dict(saved.files), replaced=replaced)

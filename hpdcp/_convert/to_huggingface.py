@@ -100,14 +100,17 @@ def convert_dcp_to_huggingface(
         progress=progress,
         no_dist=no_dist,
     )
-    exchange = options.open_exchange()
-    with closing(source.checkpoint_reader(verify=verify_setting())) as reader:
+    return _export(options, options.open_exchange())
+
+
+def _export(options: _ExportOptions, exchange: Exchange) -> Conversion:
+    with closing(options.source.checkpoint_reader(verify=verify_setting())) as reader:
         metadata = checkpoint_metadata(reader, exchange)
         planned = exchange.agree(
             "planning the export", lambda: _PlannedExport.of(TensorStreamer(reader, metadata), options)
         )
-        replaced = exchange.agree("looking at the destination", destination.holds_weights)
-        if not dry_run:
+        replaced = exchange.agree("looking at the destination", options.destination.holds_weights)
+        if not options.dry_run:
             planned.write(exchange)
         return options.result(
             planned.plan.tensor_sizes,
