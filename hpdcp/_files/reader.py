@@ -19,9 +19,11 @@ from hpdcp._base.errors import (
     InvalidArgumentError,
     KeyNotFoundError,
     NotSupportedError,
+    UnsupportedFormatError,
 )
 from hpdcp._base.timing import log_message
 from hpdcp._files import registry
+from hpdcp._files.foreign import files_explained, recognise_folder
 from hpdcp._files.huggingface_folder import choose_file, read_weights
 from hpdcp._files.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
 from hpdcp._files.layout import Layout, Verify
@@ -29,6 +31,7 @@ from hpdcp._files.parallel import for_each_file
 from hpdcp._files.publish import read_or_none
 from hpdcp._format.file_names import LEASE, METADATA, is_data_key, rank_metadata_key, rank_of_metadata_key
 from hpdcp._format.metadata import Metadata
+from hpdcp._format.signatures import is_pickle
 from hpdcp._plan.agreement import check_agreement
 from hpdcp._plan.load_plan import LoadPlan
 from hpdcp._plan.planner import PlannerContext
@@ -101,8 +104,12 @@ class FileSystemReader(StorageReader):
         return self._backend
 
     def load_metadata(self) -> Metadata:
-        data = read_or_none(self.backend, METADATA)
+        with files_explained(self.backend.url):
+            data = read_or_none(self.backend, METADATA)
         if data is not None:
+            if is_pickle(data):
+                names = [info.key for info in self.backend.list_keys()]
+                raise UnsupportedFormatError(f"{self.backend.url} holds {recognise_folder(names, data)}")
             return Metadata.from_bytes(data, where=f"{self.backend.url}/{METADATA}")
         sizes = {info.key: info.size for info in self.backend.list_keys()}
         # Traces of a save go first: somebody saved beside the weights, and means to go on from there.
@@ -125,6 +132,9 @@ class FileSystemReader(StorageReader):
             )
         weights = next((key for key in keys if key.endswith(".safetensors")), None)
         advice = f"HuggingFaceReader(checkpoint_id, file={weights!r}) reads the weights there." if weights else ""
+        foreign = None if weights else recognise_folder(keys)
+        if foreign is not None:
+            return CheckpointNotFoundError(f"{url} holds no checkpoint of hpdcp, but {foreign}")
         return CheckpointNotFoundError(
             f"{url} holds no checkpoint: there is no {METADATA} in it. {advice or 'Is the path right?'}"
         )
@@ -134,7 +144,8 @@ class FileSystemReader(StorageReader):
         return MISMATCH_ADVICE if self._metadata is not None and self._metadata.origin == ORIGIN else ""
 
     def load_rank_metadata(self, rank: int) -> RankMetadata | None:
-        keys = [info.key for info in self.backend.list_keys()]
+        with files_explained(self.backend.url):
+            keys = [info.key for info in self.backend.list_keys()]
         ranks = sorted(found for key in keys if (found := rank_of_metadata_key(key)) is not None)
         return _RankMetadataSet(self.backend, ranks, rank) if ranks else None
 

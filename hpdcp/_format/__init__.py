@@ -10,6 +10,7 @@ needs no torch.
     `file_names`  every name of a file on storage
     `checksums`   of blocks, and marks of files
     `dtypes`      names of dtypes, safetensors' and torch's
+    `signatures`  what a file is, told by its first bytes
 
 All of these are the face.
 """

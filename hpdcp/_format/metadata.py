@@ -31,6 +31,7 @@ from hpdcp._format._soundness import MOST_RANKS, check_columns, check_entries
 from hpdcp._format._storage_table import StorageTable
 from hpdcp._format.columns import ChunkTable, EntryKind, EntryTable
 from hpdcp._format.container import pack_columns, unpack_columns
+from hpdcp._format.signatures import TORCH_READS, is_pickle, told_by
 
 __all__ = [
     "CHUNK_INFO",
@@ -161,8 +162,10 @@ class Metadata:
 
         Raises:
             CorruptCheckpointError: not a container, or its columns contradict each other; names `where`.
-            UnsupportedFormatError: a newer major version, or another program's container.
+            UnsupportedFormatError: a newer major version, or another program's file.
         """
+        if is_pickle(data):
+            raise UnsupportedFormatError(f"{where} was not written by hpdcp: it is {told_by(data)}. {TORCH_READS}")
         columns, settings = unpack_columns(data, where=where)
         check_format(settings, where=where)
         try:

@@ -60,15 +60,10 @@ def open_checkpoint(
 
 
 def _explained(backend: Backend, error: Exception) -> CheckpointNotFoundError | None:
-    """The error with what to do next: which folder is meant, or that it is a file; None: it says enough."""
+    """The error with what to do next: which folder is meant; None: it says enough."""
     url = backend.url
     is_local = "://" not in url
-    if is_local and os.path.isfile(url):
-        return CheckpointNotFoundError(
-            f"{url} is a file, and a checkpoint is a folder: give the folder. Of one file of weights "
-            "src_platform='torch' makes a checkpoint."
-        )
-    if not isinstance(error, CheckpointNotFoundError):
+    if not isinstance(error, CheckpointNotFoundError) or (is_local and os.path.isfile(url)):
         return None
     if is_local and not os.path.isdir(url):
         return CheckpointNotFoundError(f"{error} {_nearest(url)}")

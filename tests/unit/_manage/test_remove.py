@@ -266,7 +266,7 @@ def nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (torch_checkpoint, CorruptCheckpointError, "no metadata of hpdcp"),
+        (torch_checkpoint, UnsupportedFormatError, "was not written by hpdcp"),
         (weights, CheckpointNotFoundError, "hpdcp did not save"),
         (letters, CheckpointNotFoundError, "none is hpdcp's"),
         (nothing, CheckpointNotFoundError, "empty"),
