@@ -6,7 +6,8 @@ A blob is one of three, told apart by its first byte:
     0xF8          a safetensors container: that JSON in its `__metadata__`, arrays, tensors, long bytes as its entries
     "P"           what `torch.save` writes (a zip file), for every value that typed JSON does not know
 
-Only the last can ask for code to be run when it is read, and it is refused then unless the reader allows it.
+Only the last can ask for code to be run when it is read, and it is refused then unless the reader allows it. What each
+of them takes in memory is bounded by its own length, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from hpdcp._format.container import TensorEntry, build_header, parse_header
 from hpdcp._format.dtypes import DTYPE_BITS
 from hpdcp._state._array_data import NotTypedError
 from hpdcp._state._classes import MissingClassError
+from hpdcp._state._pickle_bounds import UnboundedPickleError, check_bounds, repacked
 from hpdcp._state._typed_json import MAX_DEPTH, Attachment, Encoder, Json, TooDeepError, dumps
 from hpdcp._state._typed_reading import loads
 
@@ -150,7 +152,7 @@ def _pickle(value: object, key: str, kind: str) -> EncodedObject:
         ) from error
     data = buffer.getvalue()
     try:
-        torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+        _unpickle(data, key, False)
     except Exception:  # noqa: BLE001 - whatever stops this load stops the user's
         warnings.warn(
             f"{key!r} holds a {kind}, so it is stored as a pickle, which a load refuses by default because reading it "
@@ -162,19 +164,27 @@ def _pickle(value: object, key: str, kind: str) -> EncodedObject:
 
 
 def _unpickle(data: bytes | bytearray | memoryview, key: str, allow_pickle: bool) -> Any:
+    if not allow_pickle:
+        return _unpickle_data(repacked(data), key)
     try:
-        return torch.load(BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+        return torch.load(BytesIO(data), map_location="cpu", weights_only=False)
     except (ImportError, AttributeError) as error:
-        if not allow_pickle:
-            raise
         raise LoadMismatchError(
             f"{key!r} was pickled and needs a class that is not here ({error}). Load with the code it was saved with."
         ) from error
-    except pickle.UnpicklingError as error:
-        if allow_pickle:
-            raise
+
+
+def _unpickle_data(file: BytesIO, key: str) -> Any:
+    """What can be read without running code."""
+    try:
+        check_bounds(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, UnboundedPickleError) as error:
+        file.seek(0)
         # Walks the pickle's instructions without following them; raises on a damaged one.
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(BytesIO(data))
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        if not names and isinstance(error, UnboundedPickleError):
+            raise
         wanted = ", ".join(names) if names else str(error.__cause__ or error).strip().splitlines()[0]
         raise UnsafePickleError(
             f"{key!r} is a pickle that would run code to be read ({wanted}), and pickles are not allowed. "
