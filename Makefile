@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv services docs lint test demo clean
+.PHONY: help venv services docs lint test soak demo clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -41,6 +41,11 @@ ON_RANKS := tests/distributed tests/contract/test_nfs.py
 test: lint services ## lint, then every test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ON_RANKS))
 	$(BIN)/python -m pytest $(ON_RANKS)
+
+SECONDS_OF_SOAK ?= 3600
+SEED ?= 1
+soak: services ## kill, race and damage for an hour (SECONDS_OF_SOAK, SEED) and look for a lost checkpoint
+	$(BIN)/python -m tests.soak --seconds $(SECONDS_OF_SOAK) --seed $(SEED)
 
 demo: venv ## train, save, resume in the same layout and in another, look inside
 	$(BIN)/python docs/tutorial/train_and_resume.py
