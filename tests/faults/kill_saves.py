@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -46,6 +47,10 @@ def main(folder: Path, kills: int, seed: int) -> None:
         hpdcp.save(state(0), checkpoint_id=folder)
         note(2, round((time.monotonic() - began) * 1e6))
 
+    with tempfile.TemporaryDirectory() as elsewhere:
+        # Here, so that no child has to import what a save and a load need.
+        hpdcp.save(state(0), checkpoint_id=elsewhere)
+        loaded_step(Path(elsewhere))
     assert wait(fork(save_twice)) == 0
     longest = 3e-6 * noted(2)
     chance = random.Random(seed)
