@@ -23,7 +23,7 @@ from hpdcp._format.columns import (
     starts_of,
 )
 from hpdcp._format.metadata import Metadata
-from hpdcp._plan._coverage import check_no_holes
+from hpdcp._plan._coverage import check_exact_cover, check_no_overlaps
 from hpdcp._plan._merged_names import MergedNames, merge_names
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.whole_plan import WholePlan, join_results
@@ -46,7 +46,8 @@ def drop_duplicates(
     writes its own copy. `whole`: the plans are those of all ranks, so that what they lack nobody has.
 
     Raises:
-        StateDictError: ranks disagree on a key's kind, dtype or global shape, or together leave a hole in a tensor.
+        StateDictError: ranks disagree on a key's kind, dtype or global shape, or together leave a hole in a tensor, or
+            hold boxes of it that overlap and are not the same.
     """
     merged = merge_names(plans)
     items = _Items.of(merged)
@@ -61,7 +62,7 @@ def drop_duplicates(
     else:
         chosen = order
     if whole:
-        check_no_holes(merged.entries, items.chunks.take(order[first]))
+        check_exact_cover(merged.entries, items.chunks.take(order[first]))
     chunks = items.chunks.take(chosen)
     written = items.plans(merged.plans, chosen)
     return written, Metadata(merged.entries, chunks, settings={"world_size": str(len(plans))})
@@ -71,11 +72,13 @@ def merge_rank_metadata(parts: Sequence[Metadata]) -> Metadata:
     """What ranks recorded each for itself, as one; boxes that several of them stored are all there.
 
     Raises:
-        StateDictError: ranks mean different things by one key.
+        StateDictError: ranks mean different things by one key, or stored boxes of it that overlap and are not the same.
     """
     merged = merge_names([SavePlan(part.entries, part.chunks, part.storage.length) for part in parts])
     items = _Items.of(merged)
-    metadata = Metadata(merged.entries, items.chunks.take(items.sorted()[0]), settings=parts[0].settings)
+    order, first = items.sorted()
+    check_no_overlaps(merged.entries, items.chunks.take(order[first]))
+    metadata = Metadata(merged.entries, items.chunks.take(order), settings=parts[0].settings)
     results = [WriteResults(part.storage) for part in parts]
     for rank, rows in merged.sources.items():
         results[rank] = results[rank].take(rows)

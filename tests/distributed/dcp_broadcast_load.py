@@ -22,6 +22,7 @@ from hpdcp._base import config
 from hpdcp._base.errors import CorruptCheckpointError, HpdcpError, InvalidArgumentError, RankFailedError, StorageError
 from hpdcp._broadcast import _facts, _stripes, reader_choice
 from hpdcp._format.metadata import Metadata
+from hpdcp._plan import replicas
 from hpdcp._plan.load_plan import LoadPlan, ReadItem
 from tests.support.backends import Traffic, registered
 from tests.support.job import Job
@@ -372,8 +373,10 @@ def test_a_hole_in_what_several_ranks_want_stays_as_each_of_them_had_it(
 
 @pytest.mark.parametrize("batch_bytes", [0, 6 << 20])
 def test_boxes_that_overlap_on_storage_fill_what_is_shared(
-    ranks: Job, folder: Path, traffic: Traffic, batch_bytes: int
+    ranks: Job, folder: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ) -> None:
+    # No save writes such boxes any more; what was written by earlier versions is still read.
+    monkeypatch.setattr(replicas, "check_exact_cover", lambda *_: None)
     full = torch.arange(48.0).reshape(12, 4)
     start, stop = ((0, 6), (0, 8), (8, 12), (6, 12))[ranks.rank]
     mine = full[start:stop].clone()

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hpdcp._base.errors import StateDictError
 from hpdcp._format.columns import Entry, EntryKind
-from hpdcp._format.metadata import MetadataIndex
-from hpdcp._plan.replicas import drop_duplicates
+from hpdcp._format.metadata import MetadataIndex, StorageInfo
+from hpdcp._plan.replicas import drop_duplicates, merge_rank_metadata
 from hpdcp._plan.save_plan import SavePlan, WriteItem
+from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -193,11 +196,63 @@ def test_a_rank_s_own_part_may_have_holes() -> None:
     drop_duplicates([plan(pair)], remove_redundancy=True, to_minimum_rank=False, whole=False)
 
 
-def test_boxes_that_overlap_and_cover_everything_are_fine() -> None:
+def test_boxes_that_overlap_and_cover_everything_are_refused_unless_they_are_one_box() -> None:
     entry = tensor("k", (4, 6))
     boxes = [((0, 0), (3, 6)), ((1, 0), (3, 6)), ((0, 0), (4, 1)), ((0, 0), (4, 6))]
     for some in itertools.chain(itertools.combinations(boxes, 3), [boxes]):
-        drop_duplicates([plan((entry, item("k", box))) for box in some], remove_redundancy=True, to_minimum_rank=False)
+        plans = [plan((entry, item("k", box))) for box in some]
+        with pytest.raises(StateDictError, match=r"'k' of shape \[4, 6\]: \[\d, 0\] to \[4, \d\] and |'k' of shape"):
+            drop_duplicates(plans, remove_redundancy=True, to_minimum_rank=False)
+    drop_duplicates([plan((entry, item("k", boxes[3])))] * 3, remove_redundancy=True, to_minimum_rank=False)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_boxes_are_accepted_exactly_where_they_hold_every_element_once(data: st.DataObject) -> None:
+    """Against counting every element, for cells of a grid of which some are taken out, moved or made larger."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    boxes: list[Box] = [
+        (tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
+        for cell in itertools.product(*([*itertools.pairwise(along)] for along in cuts))
+    ]
+    for _ in range(data.draw(st.integers(0, 2))):
+        number = data.draw(st.integers(0, len(boxes) - 1))
+        offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+        sizes = tuple(data.draw(st.integers(1, size - low)) for low, size in zip(offsets, shape, strict=True))
+        boxes[number] = (offsets, sizes)
+    counts = np.zeros(shape, dtype=np.int64)
+    for offsets, sizes in set(boxes):
+        counts[tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))] += 1
+    plans = [plan((tensor("k", shape), item("k", box))) for box in boxes]
+    if (counts == 1).all():
+        drop_duplicates(plans, remove_redundancy=True, to_minimum_rank=False)
+    else:
+        with pytest.raises(StateDictError, match="lacks" if (counts == 0).any() else "two different shards"):
+            drop_duplicates(plans, remove_redundancy=True, to_minimum_rank=False)
+
+
+def test_an_overlap_is_found_far_out_and_among_many_axes() -> None:
+    far = 1 << 58
+    for shape, boxes in (
+        ((far + 4,), [((0,), (far,)), ((far - 1,), (5,))]),
+        ((2,) * 40, [((0,) * 40, (1, *(2,) * 39)), ((0,) * 40, (2,) * 40)]),
+    ):
+        plans = [plan((tensor("k", shape), item("k", box))) for box in boxes]
+        with pytest.raises(StateDictError, match="two different shards"):
+            drop_duplicates(plans, remove_redundancy=True, to_minimum_rank=False)
+
+
+def test_ranks_that_saved_alone_boxes_that_overlap_are_refused_when_they_are_put_together() -> None:
+    parts = []
+    for box in (((0,), (5,)), ((3,), (5,))):
+        entry, write = tensor("k", (8,)), item("k", box)
+        kept = plan((entry, write))
+        _, metadata = drop_duplicates([kept], remove_redundancy=True, to_minimum_rank=False, whole=False)
+        results = WriteResults.build([WriteResult(StorageInfo("f", 0, 20, (7,)))], [FileRecord("f", 20, 0)])
+        parts.append(metadata.with_storage(results.table, {}))
+    with pytest.raises(StateDictError, match=r"'k' of shape \[8\]: \[0\] to \[5\] and \[3\] to \[8\]"):
+        merge_rank_metadata(parts)
 
 
 def test_a_grid_with_one_box_gone_is_refused_whichever_it_is() -> None:
