@@ -19,6 +19,7 @@ from hpdcp._format.metadata import Metadata
 from hpdcp._state.dtypes import find_dtype
 from hpdcp._state.geometry import Box
 from hpdcp._state.mismatches import listed
+from hpdcp._state.scales import CODES_ADVICE, scale_beside
 
 NameOf = Mapping[str, str] | Callable[[str], str | None]
 
@@ -166,6 +167,7 @@ def select_tensors(streamer: TensorStreamer, rules: SelectionRules) -> Selection
             )
         chosen[name] = (fqn, row)
     found = [_selected(streamer, name, row, rules.dtype) for name, (_, row) in chosen.items()]
+    _check_codes(metadata, found, {row: [fqn for _, fqn in tied] for row, tied in names.items()})
     return Selection(tuple(sorted(found, key=lambda each: natural_key(each.name))), skipped)
 
 
@@ -214,6 +216,28 @@ def _check_found(metadata: Metadata, rules: SelectionRules, names: Mapping[int, 
             )
     if rules.prefix and all(fqn.removeprefix(rules.prefix).startswith(".") for fqn in fqns):
         raise InvalidArgumentError(f"prefix {rules.prefix!r} leaves names that begin with a dot: end it with one.")
+
+
+def _check_codes(metadata: Metadata, found: Sequence[SelectedTensor], fqns: Mapping[int, Sequence[str]]) -> None:
+    """Raise unless quantised tensors stay as they are, and beside their scales."""
+    exported = {each.name for each in found}
+    for each in found:
+        row = each.request.row
+        stored = metadata.entries.dtype(row)
+        scales = (scale_beside(fqn, stored, lambda other: metadata.find(other, None) is not None) for fqn in fqns[row])
+        scale = next(filter(None, scales), None)
+        if scale is None:
+            continue
+        what = f"{metadata.entries.fqns[row]!r} holds quantised codes of {stored}, scaled by {scale!r}"
+        if each.request.dtype is not None:
+            raise UnsupportedTypeError(
+                f"{what}, and cannot be cast to {each.dtype}. {CODES_ADVICE} Leave out dtype=, or exclude both."
+            )
+        if scale_beside(each.name, stored, exported.__contains__) is None:
+            raise InvalidArgumentError(
+                f"{what}, which is left out or renamed apart from it: nothing in the folder would tell that they are "
+                "codes. Include the scale under the codes' name and the same ending, or exclude both."
+            )
 
 
 def _selected(streamer: TensorStreamer, name: str, row: int, cast: torch.dtype | None) -> SelectedTensor:

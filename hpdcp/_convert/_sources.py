@@ -17,6 +17,7 @@ from hpdcp._files.huggingface_names import ORIGIN, NameMapping
 from hpdcp._files.huggingface_reader import HuggingFaceReader
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.metadata import Metadata
+from hpdcp._state.scales import separated_codes
 
 
 def metadata_of(reader: FileSystemReader, exchange: Exchange) -> Metadata:
@@ -60,6 +61,18 @@ class WeightsReader(HuggingFaceReader):
         self._folder = folder
 
     def load_metadata(self) -> Metadata:
+        metadata = self._checked_metadata()
+        apart = separated_codes(metadata.settings)
+        if apart:
+            name, scale = next(iter(apart.items()))
+            raise InvalidArgumentError(
+                f"name_map leaves {len(apart)} quantised tensors without their scales, such as {name!r}, which is "
+                f"scaled by {scale!r} in {self._folder}: nothing in the checkpoint would tell that they hold codes. "
+                "Name each scale as its codes and the same ending, or leave out both."
+            )
+        return metadata
+
+    def _checked_metadata(self) -> Metadata:
         try:
             return super().load_metadata()
         except (CheckpointNotFoundError, UnsupportedFormatError, StorageError) as error:

@@ -22,6 +22,7 @@ from hpdcp._state.box_index import BoxIndex
 from hpdcp._state.coverage import missing
 from hpdcp._state.geometry import Box
 from hpdcp._state.paths import encode_path
+from hpdcp._state.scales import scale_beside, separated_codes_setting
 
 ORIGIN: Final = "huggingface"
 """The setting `origin` of metadata that was made here."""
@@ -136,6 +137,7 @@ def weights_metadata(weights: Weights, names: Names | None = None) -> Metadata:
         for box, tensor in sorted(by_fqn[entry.fqn].parts, key=lambda part: (part[0].offsets, part[0].sizes))
         if not box.is_empty
     ]
+    separated = _separated_codes(weights, wanted, names)
     position = {file.key: number for number, file in enumerate(weights.files)}
     return Metadata(
         EntryTable.from_entries(entries),
@@ -156,6 +158,7 @@ def weights_metadata(weights: Weights, names: Names | None = None) -> Metadata:
             "origin": ORIGIN,
             "listed_in": weights.listed_in,
             "checksums": NO_CHECKSUMS,
+            **separated_codes_setting(separated),
         },
     )
 
@@ -203,6 +206,22 @@ def _check_parts(wanted: _ModelTensor) -> None:
         if len(met) > 1:
             others = [wanted.parts[number][1].key for number in met]
             raise InvalidArgumentError(f"name_map gives the parts {others[:3]} of {wanted.name!r} boxes that overlap.")
+
+
+def _separated_codes(weights: Weights, wanted: Mapping[str, _ModelTensor], names: Names) -> dict[str, str]:
+    """Wanted codes → their scale as it is stored, where a map renamed it, or left it out, so that no name tells."""
+    if names.name_map is None:
+        return {}
+    stored = {tensor.key for tensor in weights.tensors}
+    found = {}
+    for name, tensor in wanted.items():
+        if scale_beside(name, tensor.dtype, wanted.__contains__) is not None:
+            continue
+        scales = (scale_beside(part.key, part.torch_dtype, stored.__contains__) for _, part in tensor.parts)
+        scale = next(filter(None, scales), None)
+        if scale is not None:
+            found[".".join(names.path_of(name))] = scale
+    return found
 
 
 def _entries(wanted: Mapping[str, _ModelTensor], names: Names) -> list[Entry]:

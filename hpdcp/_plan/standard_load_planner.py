@@ -28,6 +28,7 @@ from hpdcp._state.dtypes import dtype_name, dtype_of, find_dtype
 from hpdcp._state.geometry import Box, relative
 from hpdcp._state.mismatches import Mismatch, Problems, listed
 from hpdcp._state.paths import Path, build_tree, decode_path
+from hpdcp._state.scales import scale_beside, separated_codes
 from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards
 from hpdcp._state.ties import tie_key
 from hpdcp._state.tree import Leaf, StateTree, pick
@@ -72,6 +73,8 @@ class StandardLoadPlanner(LoadPlanner):
         self._casts: list[str] = []
         self._shareable: list[LoadTarget] = []
         self._absent: dict[str, Hashable] = {}
+        self._separated = separated_codes(metadata.settings)
+        self._wanted = {leaf.fqn for leaf in self._tree.leaves}
         self._keeps_per_rank = bool((metadata.entries.owners >= 0).any())
         self.not_loaded = ()
 
@@ -129,7 +132,7 @@ class StandardLoadPlanner(LoadPlanner):
                 Mismatch.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored {list(shape)}, wanted {list(shards.global_shape)})"
             )
             return
-        if not self._check_dtype(leaf.fqn, self._metadata.entries.dtype(row), shards.dtype):
+        if not self._check_dtype(leaf, row, shards.dtype):
             return
         tie = tie_key(target)
         if tie is not None:
@@ -166,9 +169,15 @@ class StandardLoadPlanner(LoadPlanner):
             self._problems.add(Mismatch.HOLE, fqn, f"{fqn!r} (nothing stored for {list(hole.offsets)} to {list(stop)})")
         return hole is not None
 
-    def _check_dtype(self, fqn: str, stored: str, wanted: torch.dtype) -> bool:
+    def _check_dtype(self, leaf: Leaf, row: int, wanted: torch.dtype) -> bool:
+        fqn, stored = leaf.fqn, self._metadata.entries.dtype(row)
         if stored == dtype_name(wanted):
             return True
+        scale = self._scale_of(leaf, row, wanted)
+        if scale is not None:
+            text = f"{fqn!r} (stored {stored}, wanted {dtype_name(wanted)}, scaled by {scale!r})"
+            self._problems.add(Mismatch.CODES, fqn, text)
+            return False
         found = find_dtype(stored)
         described = f"{fqn!r} (stored {stored}, wanted {dtype_name(wanted)})"
         if not self._allow_dtype_cast or found is None or not _castable(found, wanted):
@@ -176,6 +185,17 @@ class StandardLoadPlanner(LoadPlanner):
             return False
         self._casts.append(described)
         return True
+
+    def _scale_of(self, leaf: Leaf, row: int, wanted: torch.dtype) -> str | None:
+        """What scales the stored tensor, or would scale the wanted one; None where both hold values."""
+        stored = self._metadata.entries.dtype(row)
+        for name in dict.fromkeys((leaf.fqn, self._metadata.entries.fqns[self._metadata.resolve(row)])):
+            scale = self._separated.get(name)
+            if scale is None:
+                scale = scale_beside(name, stored, lambda other: self._stored.find(other, leaf.owner) is not None)
+            if scale is not None:
+                return scale
+        return scale_beside(leaf.fqn, dtype_name(wanted), self._wanted.__contains__)
 
     def _plan_object(self, leaf: Leaf) -> None:
         row = self._stored.find(leaf.fqn, leaf.owner)

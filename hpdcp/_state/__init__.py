@@ -14,6 +14,7 @@ where the leaves were. Asks no other rank and touches no storage.
     `ties`        which tensors are the same memory
     `views`       a box of a tensor in its own memory
     `dtypes`      torch's dtypes by name
+    `scales`      which tensors hold codes, that other tensors scale
     `mismatches`  what does not fit between a state dict and a checkpoint
 
 All of these are the face.

@@ -15,6 +15,7 @@ from hpdcp._base.errors import (
     UnsupportedTypeError,
     WorldSizeError,
 )
+from hpdcp._state.scales import CODES_ADVICE
 
 _MOST_NAMED: Final = 50
 """Names that one warning spells out."""
@@ -36,6 +37,11 @@ class Mismatch(Enum):
         DtypeMismatchError,
         "cannot be cast",
         "Use the stored dtype, or StandardLoadPlanner(allow_dtype_cast=True).",
+    )
+    CODES = (
+        DtypeMismatchError,
+        "hold quantised codes, which have scales beside them, and cannot be cast",
+        f"{CODES_ADVICE} Load both into targets of their stored dtypes, or load weights that are not quantised.",
     )
     WORLD = (
         WorldSizeError,
