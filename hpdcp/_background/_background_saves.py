@@ -11,6 +11,7 @@ from typing import Final
 
 from hpdcp._background._worker_client import WorkerClient
 from hpdcp._background.response import AsyncSaveResponse
+from hpdcp._base import saves_in_flight
 from hpdcp._base.timing import log_message
 
 _STOP_SECONDS: Final = 10.0
@@ -88,6 +89,7 @@ class BackgroundSaves:
         """In a forked child, which has neither the worker nor its saves."""
         if self._worker is not None:
             self._worker.forget()
+        saves_in_flight.forget()
         self.__init__()  # type: ignore[misc]
 
 

@@ -16,6 +16,7 @@ from hpdcp._background._worker_client import WorkerClient
 from hpdcp._background._worker_exchange import report_dead_worker
 from hpdcp._background.response import AsyncSaveResponse
 from hpdcp._base.errors import HpdcpError, WorkerDiedError, rebuild
+from hpdcp._base.saves_in_flight import SaveToLocation
 from hpdcp._base.timing import log_message
 from hpdcp._comm.exchange import Failed
 from hpdcp._format.metadata import Metadata
@@ -47,6 +48,7 @@ class SaveInFlight:
         self._worker = worker
         self._job = job
         self._response = response
+        self._location: SaveToLocation | None = None
         self._callback = callback
         self._key = key
         self._exit_timeout = exit_timeout
@@ -57,7 +59,7 @@ class SaveInFlight:
     def stage_waves(self, planner: SavePlanner) -> Exception | None:
         """Stage what the worker asks for, wave by wave, until it needs nothing more; an error for the caller, if any.
 
-        Called before `run`, in the thread that called `async_save`: until it returns, the state is still needed.
+        Called before `start`, in the thread that called `async_save`: until it returns, the state is still needed.
         """
         failure: Exception | None = None
         try:
@@ -72,22 +74,37 @@ class SaveInFlight:
             if message.kind != "released":
                 self._early_answer = message
         except EOFError:
-            # `run` meets the same end, and says so.
+            # `_run` meets the same end, and says so.
             pass
         except WorkerDiedError as error:
             failure = error
         return failure
 
-    def run(self) -> None:
-        """On a thread of its own: wait for the worker's answer, set the future, run the callback."""
+    def start(self) -> threading.Thread:
+        """Wait for the save on a thread, which is not a daemon; until it ends, the location is saved to."""
+        self._location = SaveToLocation(self._response.checkpoint)
+        thread = threading.Thread(target=self._run, name="hpdcp-async-save", daemon=False)
+        try:
+            thread.start()
+        except BaseException:
+            self._location.end()
+            raise
+        return thread
+
+    def _run(self) -> None:
+        """Wait for the worker's answer, set the future, run the callback."""
+        assert self._location is not None
         guard = threading.Thread(target=self._bound_the_exit, name="hpdcp-exit", daemon=True)
         guard.start()
         try:
             metadata = self._await()
         except BaseException as error:  # noqa: BLE001  # for whoever asks
+            self._location.end()
             SAVES.note_failure(self._response)
             self._response.future.set_exception(error)
             return
+        # Before the callback, which may load what was saved.
+        self._location.end()
         self._response.future.set_result(metadata)
         if self._callback is not None:
             try:

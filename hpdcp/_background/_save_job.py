@@ -101,6 +101,7 @@ class SaveJob:
             "wave_bytes": self.wave_bytes,
             "variables": dict(self.environment.variables),
             "search_path": list(self.environment.search_path),
+            "umask": self.environment.umask,
         }
         payload = pack_columns({name: np.frombuffer(data, dtype=np.uint8) for name, data in blobs.items()}, {})
         return facts, payload
@@ -127,7 +128,7 @@ class SaveJob:
             known=facts["known"],
             rest=SavePlan.from_part(blobs["rest"], plan) if plan is not None and blobs["rest"] else None,
             failure=facts["failure"],
-            environment=CallEnvironment(blobs["config"], facts["variables"], facts["search_path"]),
+            environment=CallEnvironment(blobs["config"], facts["variables"], facts["search_path"], facts["umask"]),
         )
 
 

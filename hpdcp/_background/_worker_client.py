@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpdcp._background._arena import Arena
-from hpdcp._background._environment import worker_variables
+from hpdcp._background._environment import signals_blocked, worker_variables
 from hpdcp._background._messages import Message, MessageSocket
 from hpdcp._background._save_job import SaveJob
 from hpdcp._background._staging import StagedState
@@ -28,12 +28,16 @@ class WorkerClient:
         """Ids of the cached plans it has: those it was sent, and those it made."""
         self._socket, theirs = MessageSocket.pair()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hpdcp._background.worker", str(theirs.fileno()), self.incarnation],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=worker_variables(),
-            )
+            # A session of its own: what is sent to the trainer's process group is not for the worker, which ends when
+            # the trainer does.
+            with signals_blocked():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "hpdcp._background.worker", str(theirs.fileno()), self.incarnation],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=worker_variables(),
+                    start_new_session=True,
+                )
         finally:
             theirs.forget()
         self._ready = False

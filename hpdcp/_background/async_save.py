@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -151,9 +150,7 @@ def _save(
     save = SaveInFlight(worker, job, settings.exit_timeout, response, callback, staging.key)
     if staging.wave_bytes:
         failure = save.stage_waves(planner)
-    thread = threading.Thread(target=save.run, name="hpdcp-async-save", daemon=False)
-    thread.start()
-    SAVES.note_in_flight(response, thread)
+    SAVES.note_in_flight(response, save.start())
     if failure is not None:
         response.asked = True
         raise failure

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from hpdcp._background._arena import Segment
+from hpdcp._background._environment import ignore_signals
 from hpdcp._background._messages import Message, MessageSocket
 from hpdcp._background._save_job import Coordination, SaveAnswer, SaveJob
 from hpdcp._background._staged_planner import StagedPlanner
@@ -194,9 +194,7 @@ def _end_with_parent(parent: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """Serve the trainer at the other end of a socket. `arguments`: its descriptor here, this worker's incarnation."""
-    # Ctrl-C and a scheduler's SIGTERM reach the whole process group; whether to wait is for the trainer to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     torch.set_num_threads(1)
     Worker(MessageSocket.inherited(int(arguments[0])), arguments[1]).run()
 

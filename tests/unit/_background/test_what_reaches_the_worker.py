@@ -101,3 +101,15 @@ def test_a_variable_set_after_the_first_save_holds_for_the_next(
     hpdcp.async_save(state, checkpoint_id=tmp_path / "2").get_result(60)
     assert [process.pid for process in workers_of()] == [process.pid for process in worker]
     assert any("execute_write" in path.read_text() for path in (tmp_path / "traces").iterdir())
+
+
+def test_new_files_have_the_permissions_that_the_caller_s_umask_leaves_at_each_call(tmp_path: Path) -> None:
+    for umask in (0o077, 0o022):
+        before = os.umask(umask)
+        try:
+            hpdcp.async_save(state(), checkpoint_id=tmp_path / str(umask)).get_result(SOON)
+        finally:
+            os.umask(before)
+        files = [path for path in (tmp_path / str(umask)).iterdir() if path.is_file()]
+        assert files and all(path.stat().st_mode & umask == 0 for path in files)
+        assert (tmp_path / str(umask)).stat().st_mode & 0o777 == 0o777 & ~umask

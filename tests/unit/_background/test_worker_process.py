@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,9 +20,12 @@ from hpdcp import AsyncSaveResponse
 from hpdcp._base.errors import (
     WorkerDiedError,
 )
+from hpdcp._base.saves_in_flight import wait_for_saves_to
 from hpdcp._plan.plan_cache import PLANS
 from tests.support.small_saves import SOON, check, state, stopped_worker
 from tests.support.workers import kill_worker, workers_of
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +86,49 @@ def test_interrupts_meant_for_the_trainer_do_not_reach_the_save(tmp_path: Path) 
     response.get_result(SOON)
     check(tmp_path, 1.0)
     hpdcp.async_save(state(2.0), checkpoint_id=tmp_path).get_result(SOON)
+
+
+@pytest.mark.parametrize("number", ["HUP", "USR1", "USR2", "TERM", "INT", "QUIT"])
+def test_what_a_scheduler_sends_to_all_processes_does_not_end_a_worker_that_is_starting(number: str) -> None:
+    code = (
+        "import os, signal, torch, hpdcp, time; from tests.support.workers import workers_of\n"
+        f"signal.signal(signal.SIG{number}, lambda *_: None)\n"
+        "r = hpdcp.async_save({'w': torch.ones(2)}, checkpoint_id=os.environ['FOLDER'])\n"
+        f"for _ in range(40): os.killpg(0, signal.SIG{number}); workers_of()[0].send_signal(signal.SIG{number}); "
+        "time.sleep(0.02)\n"
+        "r.get_result(60); print(os.getsid(workers_of()[0].pid) != os.getsid(0))"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"FOLDER": folder}, capture_output=True, text=True,
+            timeout=90, start_new_session=True, cwd=ROOT,
+        )  # fmt: skip
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_who_waits_for_a_location_waits_for_the_save_in_flight_there_only(tmp_path: Path) -> None:
+    worker = stopped_worker()
+    response = hpdcp.async_save(state(), checkpoint_id=tmp_path / "a")
+    wait_for_saves_to(f"{tmp_path}/b")
+    waited = threading.Thread(target=wait_for_saves_to, args=(f"{response.checkpoint}/",))
+    waited.start()
+    waited.join(0.3)
+    assert waited.is_alive()
+    os.kill(worker, signal.SIGCONT)
+    waited.join(SOON)
+    response.get_result(SOON)
+    check(tmp_path / "a", 1.0)
+
+
+def test_a_callback_may_use_the_location_that_was_saved_to(tmp_path: Path) -> None:
+    called = threading.Event()
+
+    def callback() -> None:
+        wait_for_saves_to(response.checkpoint)
+        called.set()
+
+    response = hpdcp.async_save(state(), checkpoint_id=tmp_path, callback=callback)
+    assert called.wait(SOON)
 
 
 def test_a_call_waits_for_the_save_before_it_and_says_how_long(
