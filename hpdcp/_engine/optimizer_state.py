@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -18,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from hpdcp._base.errors import InvalidArgumentError, LoadMismatchError, MissingKeysError
+from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError, LoadMismatchError, MissingKeysError
 from hpdcp._base.timing import timed
 from hpdcp._comm.process_group import open_exchange
 from hpdcp._engine.load import find_metadata
@@ -97,6 +98,12 @@ def allocate_optimizer_state(
         return exchange.agree("allocating the optimizer's state", allocate)
 
 
+_SMALL_STATE: Final = 1 << 20
+"""Elements that a state may have whatever its parameter and its data are."""
+_MOST_PACKED: Final = 1 << 15
+"""Bytes that a compressor makes of one at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class _StoredState:
     """One state on record."""
@@ -105,6 +112,17 @@ class _StoredState:
     path: Path
     """What follows "state": the parameter and the state, or both in one string where torch flattened them."""
     flattened: bool
+    most_bytes: int
+    """What the data on record can be at most."""
+
+
+def _most_bytes(metadata: Metadata, row: int) -> int:
+    """What the data of an entry can be when it is read: as long as what is stored, unless that is compressed."""
+    if metadata.origin:
+        return 0  # its lengths are those of documents
+    packed = any(name.endswith(".compressor") for name in metadata.settings)
+    rows = metadata.chunk_rows(row)
+    return int(metadata.storage.length[rows.start : rows.stop].sum()) * (_MOST_PACKED if packed else 1)
 
 
 def _stored_states(metadata: Metadata, prefix: str) -> list[_StoredState]:
@@ -125,11 +143,11 @@ def _stored_states(metadata: Metadata, prefix: str) -> list[_StoredState]:
         elif head in (_STATE, _GROUPS) or (isinstance(head, str) and head.startswith(f"{_GROUPS}.")):
             is_optimizer = True
         if len(rest) > 1 and head == _STATE:
-            states.append(_StoredState(entry, _tail(rest, 1), flattened=False))
+            states.append(_StoredState(entry, _tail(rest, 1), False, _most_bytes(metadata, row)))
         elif isinstance(head, str) and head.startswith(f"{_STATE}."):
             is_optimizer = True
             flat = Path((head.removeprefix(f"{_STATE}."), *rest[1:]), rest.kinds)
-            states.append(_StoredState(entry, flat, flattened=True))
+            states.append(_StoredState(entry, flat, True, _most_bytes(metadata, row)))
     if not is_optimizer:
         raise MissingKeysError(_nothing_there(metadata, prefix))
     return states
@@ -186,6 +204,7 @@ class _Allocation:
             found = self._flattened_key(stored.path) if stored.flattened else self._key(stored.path)
             if found is not None:
                 key, rest = found
+                _check_size(stored, self._parameter(key))
                 wanted.setdefault(key, []).append((rest, stored.entry))
         if self._stored and not wanted:
             raise LoadMismatchError(
@@ -291,6 +310,20 @@ class _ParameterShards:
             mesh = self.parameter.device_mesh
             return DTensor.from_local(zeros, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return zeros
+
+
+def _check_size(stored: _StoredState, parameter: torch.Tensor) -> None:
+    """Raise where a state is larger than its data, and than its parameter: nothing could fill it."""
+    entry = stored.entry
+    if entry.kind is EntryKind.OBJECT:
+        return
+    volume = math.prod(entry.shape)
+    nbytes = volume * dtype_of(entry.dtype, fqn=entry.fqn).itemsize
+    if volume > max(parameter.numel(), _SMALL_STATE) and nbytes > stored.most_bytes:
+        raise CorruptCheckpointError(
+            f"{entry.fqn!r} is recorded with the shape {entry.shape}, and its data are {stored.most_bytes} bytes long: "
+            "the metadata is damaged. Load another checkpoint."
+        )
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

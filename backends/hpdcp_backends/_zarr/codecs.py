@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,9 +10,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
+from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError, NotSupportedError
 
 COMPRESSORS: Final = ("none", "zstd")
+_LEVELS: Final = tuple(map(str, range(10)))
+_MOST_PACKED: Final = 1 << 15
+"""Bytes that zstd makes of one at most: its shortest block has 4 and stands for 128 KiB."""
+_BLOSC_HEADER: Final = struct.Struct("<4xIII")
+"""Of a chunk: bytes when it is decompressed, of a block, and of the chunk itself."""
 _MOST: Final = (1 << 31) - 17
 """Bytes that blosc takes at a time, less its own header."""
 
@@ -51,7 +57,13 @@ class Compression:
         name = settings.get("zarr.compressor")
         if name is None:
             return None
-        return cls(name, int(settings.get("zarr.level", "3")), settings.get("zarr.shuffle") != "0")
+        level = settings.get("zarr.level", "3")
+        if name not in COMPRESSORS or level not in _LEVELS:
+            raise CorruptCheckpointError(
+                f"the metadata says that chunks are compressed by {name[:40]!r} at level {level[:40]!r}, which this "
+                "layout does not do: it is damaged. Load another checkpoint."
+            )
+        return cls(name, int(level), settings.get("zarr.shuffle") != "0")
 
     def document(self, itemsize: int) -> dict[str, object]:
         """The codec, as an array's document names it."""
@@ -83,13 +95,18 @@ class Compression:
 
 def decode(data: bytearray, into: npt.NDArray[np.uint8]) -> None:
     """Fill `into` with what `encode` was given; ValueError where `data` is not that."""
+    # Before anything is decompressed: the codec allocates what the header claims.
+    if len(data) < _BLOSC_HEADER.size:
+        raise ValueError(f"it has {len(data)} bytes, fewer than a header")
+    claimed, _, length = _BLOSC_HEADER.unpack_from(data)
+    if claimed != len(into) or length != len(data) or claimed > len(data) * _MOST_PACKED:
+        raise ValueError(
+            f"it claims to be {claimed} bytes in {length}; it has {len(data)}, and {len(into)} are expected"
+        )
     try:
-        found = _blosc()().decode(data)
+        _blosc()().decode(data, out=into)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"it cannot be decompressed ({error})") from error
-    if len(found) != len(into):
-        raise ValueError(f"it decompresses to {len(found)} bytes, expected {len(into)}")
-    into[:] = np.frombuffer(found, dtype=np.uint8)
 
 
 def _blosc() -> Any:

@@ -32,12 +32,15 @@ from hpdcp._state.paths import decode_path, encode_path, fqn_of
 from hpdcp_backends._zarr.metadata import NODE, ZARR_NAMES
 
 if TYPE_CHECKING:
+    import torch
     import zarr
 
 ORIGIN: Final = "zarr"
 """The setting `origin` of metadata that was made here."""
 _SLAB_BYTES: Final = 64 << 20
 """Elements that are read at a time, unless a single row of chunks is more."""
+_MOST_OVERHANG: Final = 8
+"""How much larger than its array a chunk may be."""
 _DOCUMENTS: Final = (NODE, ".zarray")
 
 _Made = TypeVar("_Made")
@@ -53,7 +56,7 @@ def group_metadata(backend: Backend) -> Metadata:
     found: list[tuple[Entry, str, bytes]] = []
     for path, array in _arrays(backend):
         about = _about(array)
-        keys = decode_path(about["path"]) if "path" in about else path.split("/")
+        keys = decode_path(about["path"]) if isinstance(about.get("path"), str) else path.split("/")
         dtype, shape = _torch_name(array, about)
         key, document = _document(backend, path)
         found.append((Entry(fqn_of(keys), encode_path(keys), EntryKind.TENSOR, dtype, shape), key, document))
@@ -97,6 +100,7 @@ def read(backend: Backend, metadata: Metadata, items: Sequence[ReadItem], target
         dtype = dtype_of(entry.dtype, fqn=entry.fqn)
         path = info.key.rpartition("/")[0]
         array = _zarr_says(backend, path, partial(_array_at, group, path))
+        _check_chunks(backend, path, array)
         target = targets.acquire_tensor(item)
         deeper = (slice(None),) * (array.ndim - len(entry.shape))
         for start, stop in _slabs(array, item.storage_offsets, item.lengths):
@@ -107,11 +111,28 @@ def read(backend: Backend, metadata: Metadata, items: Sequence[ReadItem], target
                 at[0] = slice(begins[0] + start, begins[0] + stop)
                 into = target.narrow(0, start, stop - start)
             index = (*at, *deeper)
-            data = np.asarray(_zarr_says(backend, path, partial(array.__getitem__, index)))
-            data = np.ascontiguousarray(data.astype(data.dtype.newbyteorder("="), copy=False))
-            flat = device.tensor_over(data.reshape(-1).view(np.uint8).data)
-            device.copy_into(into, flat.view(dtype).view(into.shape))
+            whole = partial(_tensor_of, array, index, dtype, tuple(into.shape))
+            device.copy_into(into, _zarr_says(backend, path, whole))
         targets.apply_tensor(item, target)
+
+
+def _tensor_of(
+    array: zarr.Array[Any], index: tuple[slice, ...], dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """The elements as a tensor of that dtype and shape."""
+    data = np.asarray(array[index])
+    data = np.ascontiguousarray(data.astype(data.dtype.newbyteorder("="), copy=False))
+    return device.tensor_over(data.reshape(-1).view(np.uint8).data).view(dtype).view(shape)
+
+
+def _check_chunks(backend: Backend, path: str, array: zarr.Array[Any]) -> None:
+    """Raise where a chunk, which zarr reads whole, is far larger than the array that it is part of."""
+    chunk, whole = (math.prod(sizes) * array.dtype.itemsize for sizes in (array.chunks, array.shape))
+    if chunk > max(_SLAB_BYTES, _MOST_OVERHANG * whole):
+        raise CorruptCheckpointError(
+            f"{path!r} in {backend.url} has chunks of {chunk} bytes, and only {whole} bytes in all: its document is "
+            "damaged, or written to fill memory. Write the array again in chunks of its own size."
+        )
 
 
 def _array_at(group: zarr.Group, path: str) -> zarr.Array[Any]:
