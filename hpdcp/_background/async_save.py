@@ -22,7 +22,8 @@ from hpdcp._background._save_job import Coordination, SaveJob
 from hpdcp._background._specs import PlannerSpec, WriterSpec, sendable
 from hpdcp._background._what_to_stage import Staging, stage
 from hpdcp._background.response import AsyncSaveResponse
-from hpdcp._base import config
+from hpdcp._base import arguments, config
+from hpdcp._base.arguments import require_flags, require_instance
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 from hpdcp._base.timing import timed
 from hpdcp._comm.identity import attempt_id, rank_and_world_size, run_id
@@ -78,6 +79,10 @@ def async_save(
         StateDictError: something cannot be stored so that it comes back exactly; names the key.
         HpdcpError: an earlier save failed and nobody asked about it.
     """
+    require_flags(no_dist=no_dist, use_collectives=use_collectives, use_gloo=use_gloo)
+    require_instance("planner", planner, SavePlanner, instead=arguments.SAVE_PLANNER)
+    if callback is not None and not callable(callback):
+        raise InvalidArgumentError(f"callback is a {type(callback).__qualname__}; expected something to call.")
     if use_gloo and use_collectives and not no_dist:
         assert os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"), (
             "async_save(use_gloo=True) needs MASTER_ADDR and MASTER_PORT in the environment, as torchrun sets them: "

@@ -4,6 +4,7 @@ In come settings, and the failures of a store; out go a configuration, errors th
 byte store. Knows neither checkpoints nor torch, so that a backend and the command line can be imported without either.
 
     `errors`           the tree of errors
+    `arguments`        what callers gave, refused by name where it is of another type
     `config`           settings: what can be set, where values come from, which one wins
     `backend`          the contract of a byte store, and what all backends check alike
     `locations`        what a path or a URL names

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from hpdcp._base.arguments import require_mapping, require_optional_flags
 from hpdcp._base.config import When
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._broadcast import _facts
@@ -44,6 +45,8 @@ class BroadcastOptions:
         Raises:
             InvalidArgumentError: they contradict one another.
         """
+        require_optional_flags(broadcast_replicated_tensors=replicated_tensors)
+        require_mapping(broadcast_groups=groups)
         if type(batch_bytes) is not int or batch_bytes < 0:
             raise InvalidArgumentError(
                 f"broadcast_batch_bytes is {batch_bytes!r}; expected a number of bytes, 0 for no batches."

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpdcp._base import config
+from hpdcp._base.arguments import require_flags
 from hpdcp._base.errors import PeerLostError
 from hpdcp._base.timing import log_message
 from hpdcp._comm.exchange import COORDINATOR, Alone, Exchange, FramedExchange, failure_frame, failures_in
@@ -130,7 +131,12 @@ class ProcessGroupExchange(FramedExchange):
 
 
 def open_exchange(*, no_dist: bool, use_collectives: bool) -> Exchange:
-    """The exchange that the flags and the process group, if there is one, ask for."""
+    """The exchange that the flags and the process group, if there is one, ask for.
+
+    Raises:
+        InvalidArgumentError: a flag is neither True nor False.
+    """
+    require_flags(no_dist=no_dist, use_collectives=use_collectives)
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return Alone()
     if not use_collectives:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hpdcp._base.arguments import require_flags
 from hpdcp._convert._location import Location, Options, verify_setting
 from hpdcp._convert._planner import ConversionPlanner
 from hpdcp._convert._sources import checkpoint_metadata
@@ -64,6 +65,7 @@ def convert_dcp_to_dcp(
         CheckpointError, StateDictError: a source that is damaged, or cannot be stored in that layout.
         StorageError: a store failed; the destination is as it was.
     """
+    require_flags(dry_run=dry_run)
     options = _CopyOptions(
         source=Location.of(src, src_backend, src_storage_options),
         destination=Location.of(dst, dst_backend, dst_storage_options),

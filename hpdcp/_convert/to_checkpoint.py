@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from hpdcp._base.arguments import require_flags
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._comm.exchange import Exchange
 from hpdcp._comm.process_group import open_exchange
@@ -80,6 +81,7 @@ def convert_full_checkpoint_to_dcp(
             key, and nothing was written.
         StorageError: a store failed; the destination is as it was.
     """
+    require_flags(dry_run=dry_run)
     options = _ImportOptions(
         source=Location.of(src, src_backend, src_storage_options),
         destination=Location.of(dst, dst_backend, dst_storage_options),

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hpdcp._base import progress as bars
+from hpdcp._base.arguments import require_flags
 from hpdcp._base.errors import UnsupportedTypeError
 from hpdcp._base.natural_order import natural_key
 from hpdcp._comm.exchange import Alone, Exchange
@@ -87,6 +88,7 @@ def convert_dcp_to_huggingface(
         CheckpointError, StorageError, RankFailedError: on every rank; what was there loads as before.
         NotSupportedError: huggingface_hub is not installed.
     """
+    require_flags(overwrite=overwrite, dry_run=dry_run)
     source = Location.of(src, src_backend, src_storage_options)
     destination = Location.of(dst, dst_backend, dst_storage_options)
     options = _ExportOptions(
@@ -197,6 +199,7 @@ def save_state_dict_as_huggingface_format(
         UnsupportedTypeError: a value that is no plain tensor, or a dtype safetensors cannot name; nothing was written.
         InvalidArgumentError, CheckpointExistsError, StorageError: as `convert_dcp_to_huggingface`.
     """
+    require_flags(overwrite=overwrite)
     destination = Location.of(save_directory, storage_options=dst_storage_options)
     tensors, skipped = _plain_tensors(state_dict)
     names = sorted(tensors, key=natural_key)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpdcp._base import progress
+from hpdcp._base.arguments import require_flags
 from hpdcp._comm.exchange import Alone
 from hpdcp._convert._full_state import full_state
 from hpdcp._convert._location import Location, Options, verify_setting
@@ -54,6 +55,7 @@ def convert_dcp_to_torch(
         InvalidArgumentError: the destination is a folder.
         CheckpointError, StorageError, UnsafePickleError: the destination is as it was.
     """
+    require_flags(dry_run=dry_run)
     options = _TorchFileOptions(
         source=Location.of(src, src_backend, src_storage_options),
         destination=Location.of(dst, dst_backend, dst_storage_options),

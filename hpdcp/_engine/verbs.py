@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpdcp._base import config
+from hpdcp._base import arguments, config
+from hpdcp._base.arguments import require_instance
 from hpdcp._base.timing import timed
 from hpdcp._broadcast.terms import DEFAULT_BATCH_BYTES, BroadcastOptions
 from hpdcp._comm.process_group import open_exchange
@@ -55,9 +56,16 @@ def save(
         CheckpointError, StorageError, RankFailedError: on every rank, naming rank and cause; nothing was published.
     """
     exchange = open_exchange(no_dist=no_dist, use_collectives=use_collectives)
+
+    def opened() -> StorageWriter:
+        # Where a failure reaches all ranks.
+        require_instance("state_dict", state_dict, Mapping, instead="a dict, such as {'model': model}")
+        require_instance("planner", planner, SavePlanner, instead=arguments.SAVE_PLANNER)
+        return open_writer(checkpoint_id, storage_writer)
+
     return save_state(
         state_dict,
-        open_writer=lambda: open_writer(checkpoint_id, storage_writer),
+        open_writer=opened,
         planner=planner or StandardSavePlanner(),
         exchange=exchange,
         collective=use_collectives and not no_dist,
@@ -101,7 +109,14 @@ def load(
             and no tensor was changed.
         CheckpointError, StorageError, RankFailedError: on every rank; targets may be changed in part.
     """
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as stack:
+
+        def opened() -> StorageReader:
+            # Where a failure reaches all ranks.
+            require_instance("state_dict", state_dict, Mapping, instead="a dict, such as {'model': model}")
+            require_instance("planner", planner, LoadPlanner, instead=arguments.LOAD_PLANNER)
+            return open_reader(checkpoint_id, storage_reader, stack)
+
         load_state(
             state_dict,
             broadcasts=lambda: BroadcastOptions.from_flags(
@@ -111,7 +126,7 @@ def load(
                 batch_bytes=broadcast_batch_bytes,
                 alone="no_dist=True" if no_dist else None if use_collectives else "use_collectives=False",
             ),
-            open_reader=lambda: open_reader(checkpoint_id, storage_reader, opened),
+            open_reader=opened,
             planner=planner or StandardLoadPlanner(),
             exchange=open_exchange(no_dist=no_dist, use_collectives=use_collectives),
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpdcp._base.arguments import require_text
 from hpdcp._files.huggingface_folder import read_weights
 from hpdcp._files.huggingface_names import NameMapping, Names, weights_metadata
 from hpdcp._files.reader import FileSystemReader
@@ -47,6 +48,7 @@ class HuggingFaceReader(FileSystemReader):
         backend: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        require_text(prefix=prefix, file=file)
         super().__init__(checkpoint_id, backend=backend, storage_options=storage_options)
         self._names = Names(prefix, name_map, dict(tied or {}))
         self._file = file

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
 
-from hpdcp._base import config, progress
+from hpdcp._base import arguments, config, progress
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import (
     CheckpointNotFoundError,
@@ -63,8 +63,10 @@ class FileSystemReader(StorageReader):
         allow_pickle: bool | None = None,
         verify: str | None = None,
     ) -> None:
-        if verify is not None and verify not in {choice.value for choice in Verify}:
-            raise InvalidArgumentError(f"verify is {verify!r}; expected one of {[choice.value for choice in Verify]}.")
+        arguments.require_optional_flags(allow_pickle=allow_pickle)
+        arguments.require_choice("verify", verify, [choice.value for choice in Verify])
+        arguments.require_text(backend=backend)
+        arguments.require_mapping(storage_options=storage_options)
         self._backend_name = backend
         self._storage_options = dict(storage_options or {})
         self._url = None if checkpoint_id is None else registry.resolve_checkpoint_id(checkpoint_id)
@@ -257,8 +259,9 @@ def open_reader(checkpoint_id: str | Path | None, reader: StorageReader | None, 
     """As `open_writer`; a reader made here is closed with `opened`.
 
     Raises:
-        InvalidArgumentError: neither is given.
+        InvalidArgumentError: neither is given, or a reader that is none of hpdcp's.
     """
+    arguments.require_instance("storage_reader", reader, StorageReader, instead=arguments.READER)
     if reader is None:
         if checkpoint_id is None:
             raise InvalidArgumentError("a load needs a location: pass checkpoint_id= or storage_reader=.")

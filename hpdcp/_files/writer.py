@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpdcp._base import config, progress
+from hpdcp._base import arguments, config, progress
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 from hpdcp._files import registry
@@ -79,6 +79,8 @@ class FileSystemWriter(StorageWriter):
         layout: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        arguments.require_text(backend=backend, layout=layout)
+        arguments.require_mapping(storage_options=storage_options)
         self._backend_name = backend
         self._layout_name = layout
         self._storage_options = dict(storage_options or {})
@@ -225,8 +227,9 @@ def open_writer(checkpoint_id: str | Path | None, writer: StorageWriter | None) 
     """`writer`, at `checkpoint_id` where that is given; without a writer, the configured one.
 
     Raises:
-        InvalidArgumentError: neither is given.
+        InvalidArgumentError: neither is given, or a writer that is none of hpdcp's.
     """
+    arguments.require_instance("storage_writer", writer, StorageWriter, instead=arguments.WRITER)
     if writer is None:
         if checkpoint_id is None:
             raise InvalidArgumentError("a save needs a location: pass checkpoint_id= or storage_writer=.")

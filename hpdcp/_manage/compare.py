@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from hpdcp._base.arguments import require_flags
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._base.natural_order import natural_key
 from hpdcp._files.reader import FileSystemReader
@@ -64,6 +65,7 @@ def compare_checkpoints(
         CorruptCheckpointError: a side is damaged; names the file.
         CheckpointError, StorageError: a side cannot be read.
     """
+    require_flags(values=values, trust_checksums=trust_checksums, layout=layout, ignore_dtype=ignore_dtype)
     began = time.perf_counter()
     options = ComparisonOptions(
         values=values,

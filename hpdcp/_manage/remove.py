@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpdcp._base.arguments import require_flags
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import StorageError, SupersededError
 from hpdcp._files import registry
@@ -62,6 +63,7 @@ def remove_checkpoint(
         SupersededError: another save took the lease or changed the folder meanwhile; says what was removed.
         StorageError: the store failed; nothing loads if anything was removed, and a second call removes the rest.
     """
+    require_flags(force=force, dry_run=dry_run)
     url = registry.resolve_checkpoint_id(checkpoint_id)
     with closing(registry.open_backend(url, name=backend, storage_options=storage_options)) as opened:
         contents = FolderContents.look(opened, force=force)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hpdcp._base.arguments import require_flags
 from hpdcp._base.errors import (
     MissingKeysError,
     UnsupportedTypeError,
@@ -53,6 +54,7 @@ class StandardLoadPlanner(LoadPlanner):
     """
 
     def __init__(self, *, allow_partial_load: bool = False, allow_dtype_cast: bool = True) -> None:
+        require_flags(allow_partial_load=allow_partial_load, allow_dtype_cast=allow_dtype_cast)
         self._allow_partial_load = allow_partial_load
         self._allow_dtype_cast = allow_dtype_cast
         self.not_loaded: tuple[str, ...] = ()

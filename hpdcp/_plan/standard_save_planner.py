@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from hpdcp._base.arguments import require_flags
 from hpdcp._base.errors import (
     InvalidArgumentError,
 )
@@ -42,6 +43,11 @@ class StandardSavePlanner(SavePlanner):
     def __init__(
         self, *, enable_plan_caching: bool = True, remove_redundancy: bool = True, save_to_minimum_rank: bool = False
     ) -> None:
+        require_flags(
+            enable_plan_caching=enable_plan_caching,
+            remove_redundancy=remove_redundancy,
+            save_to_minimum_rank=save_to_minimum_rank,
+        )
         self._enable_plan_caching = enable_plan_caching
         self._remove_redundancy = remove_redundancy
         self._save_to_minimum_rank = save_to_minimum_rank
