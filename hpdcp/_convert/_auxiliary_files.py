@@ -9,6 +9,7 @@ from typing import Final
 
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._convert._location import Location
+from hpdcp._files.links import check_links
 
 _BLOCK_BYTES: Final = 8 << 20
 
@@ -32,6 +33,9 @@ class AuxiliaryFiles:
         """Those of `folder`, sub-folders too, but not what lies in the folder `leave_out`; none where that is None.
 
         Hidden files are none.
+
+        Raises:
+            CorruptCheckpointError: one is a link that leads out of the folder.
         """
         if folder is None:
             return cls()
@@ -46,6 +50,7 @@ class AuxiliaryFiles:
             and not any(part.startswith(".") for part in info.key.split("/"))
             and not (excluded and info.key.startswith(excluded))
         }
+        check_links(folder.url, sizes)
         return cls(folder, sizes)
 
     def copy_to(self, target: Backend) -> None:

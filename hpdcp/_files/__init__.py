@@ -3,5 +3,5 @@
 In comes a rank's plan, out come files and one published metadata file; or a filled plan of a load.
 Face: `registry`, `commit`, `lease`, `leftovers`, `publish`, `writer`, `reader`, `save_identity`, `layout`,
 `safetensors_layout`, `read_engine`, `box_reads`, `block_checker`, `parallel`, and
-`huggingface_reader`, `huggingface_folder`, `huggingface_names`, `foreign`.
+`huggingface_reader`, `huggingface_folder`, `huggingface_names`, `foreign`, `links`.
 """

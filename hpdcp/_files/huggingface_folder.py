@@ -1,16 +1,18 @@
 """What a folder of Hugging Face weights holds, from the headers of its safetensors files alone.
 
-Such a folder has `model.safetensors`, or `model.safetensors.index.json` and the shards it names. Anybody may have made
-it, so everything is checked before a byte of a tensor is read: what the index names, that each shard is there, whole
-and holds exactly the keys the index says, and that its header fits its length. Other files beside are not looked at.
+Such a folder has `model.safetensors`, or `model.safetensors.index.json` and the shards it names, or what each rank
+saved with torch's HuggingFaceStorageWriter. Anybody may have made it, so everything is checked before a byte of a
+tensor is read: what the index names, that each shard is there, whole and holds the keys the index says, that its header
+fits its length, and that no link leads out of the folder. Other files beside are not looked at.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hpdcp._base.backend import Backend, ByteRange, checked_key
@@ -22,6 +24,7 @@ from hpdcp._base.errors import (
     UnsupportedFormatError,
 )
 from hpdcp._base.timing import log_message
+from hpdcp._files.links import check_links
 from hpdcp._files.parallel import for_each_file
 from hpdcp._format.checksums import head_mark
 from hpdcp._format.container import (
@@ -36,6 +39,11 @@ from hpdcp._state.mismatches import listed
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
+TORCH_SHARD: Final = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+"""What torch's HuggingFaceStorageWriter calls a rank's file: all of them together are the weights, without an index."""
+
+_SHARDING_INFO: Final = "DCP_SHARDING_INFO"
+_SAVED_OFFSETS: Final = "saved_offsets"
 _INDEX_SUFFIX: Final = ".index.json"
 _PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LFS_POINTER: Final = b"version https://git-lfs"
@@ -60,6 +68,8 @@ class FolderTensor:
     offset: int
     """Byte of the file where its data starts."""
     nbytes: int
+    offsets: tuple[int, ...] | None = None
+    """Where it begins in the tensor of that name, of which the folder may hold other parts; None: it is all of it."""
 
     @property
     def torch_dtype(self) -> str:
@@ -72,6 +82,12 @@ class FolderTensor:
     def torch_shape(self) -> tuple[int, ...]:
         """The shape of the tensor in torch, which counts pairs of 4-bit elements."""
         return (*self.shape[:-1], self.shape[-1] // 2) if self._is_packed else self.shape
+
+    @property
+    def torch_offsets(self) -> tuple[int, ...]:
+        """`offsets`, counted so; empty where it is the whole tensor."""
+        offsets = self.offsets or ()
+        return (*offsets[:-1], offsets[-1] // 2) if offsets and self._is_packed else offsets
 
     @property
     def _is_packed(self) -> bool:
@@ -95,7 +111,7 @@ class Weights:
 
     url: str
     listed_in: str
-    """The file that says what there is: the index, or the only weights file."""
+    """The file that says what there is: the index, or the only weights file; one of them where ranks of torch saved."""
     tensors: tuple[FolderTensor, ...]
     """Sorted by file, then in the order of their data."""
     files: tuple[WeightFile, ...]
@@ -122,6 +138,9 @@ def choose_file(keys: Sequence[str], url: str) -> str | None:
         return WEIGHTS
     if INDEX in keys:
         return INDEX
+    torch_shards = list(filter(TORCH_SHARD.fullmatch, keys))
+    if torch_shards:
+        return min(torch_shards)
     shards = [key for key in keys if key.startswith("model-") and key.endswith(".safetensors")]
     if shards:
         raise IncompleteCheckpointError(
@@ -148,7 +167,8 @@ def read_weights(backend: Backend, *, file: str | None = None, sizes: Mapping[st
     Raises:
         CheckpointNotFoundError: no weights are there.
         IncompleteCheckpointError: files that are named are not there.
-        CorruptCheckpointError: an index or a header that is damaged, forged, or fits neither its file nor the other.
+        CorruptCheckpointError: an index or a header that is damaged, forged, or fits neither its file nor the other;
+            a link out of the folder.
         UnsupportedFormatError: pickled weights only.
         StorageError: the store failed.
     """
@@ -160,8 +180,11 @@ def read_weights(backend: Backend, *, file: str | None = None, sizes: Mapping[st
             f"{backend.url} holds no Hugging Face weights: there is no {chosen or f'{WEIGHTS} and no {INDEX}'} in it. "
             "Is the path right?"
         )
+    check_links(backend.url, [chosen])
+    if TORCH_SHARD.fullmatch(chosen):
+        return _weights(backend, chosen, _read_files(backend, filter(TORCH_SHARD.fullmatch, sizes), sizes))
     if not chosen.endswith(_INDEX_SUFFIX):
-        return _weights(backend, chosen, [_read_file(backend, chosen, sizes[chosen])])
+        return _weights(backend, chosen, _read_files(backend, [chosen], sizes))
     index = _Index(backend, chosen, sizes[chosen])
     absent = [name for name in index.keys_of if name not in sizes]
     if absent:
@@ -169,9 +192,8 @@ def read_weights(backend: Backend, *, file: str | None = None, sizes: Mapping[st
             f"{backend.url} lacks {len(absent)} of the {len(index.keys_of)} files that {chosen} names: "
             f"{_named(absent)}. {_AGAIN}"
         )
-    shards = for_each_file(backend, lambda name: _read_file(backend, name, sizes[name]), sorted(index.keys_of))
-    index.check(shards)
-    return _weights(backend, chosen, shards)
+    shards = _read_files(backend, index.keys_of, sizes)
+    return _weights(backend, chosen, index.choose(shards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +214,23 @@ def _weights(backend: Backend, listed_in: str, shards: Sequence[_ReadFile]) -> W
     return Weights(
         backend.url,
         listed_in,
-        tuple(
-            FolderTensor(entry.key, shard.file.key, entry.dtype_name, entry.shape, entry.offset, entry.nbytes)
-            for shard in shards
-            for entry in shard.header.entries
-        ),
+        tuple(tensor for shard in shards for tensor in _tensors(shard, backend.url)),
         tuple(shard.file for shard in shards),
         {shard.file.key: shard.header.metadata for shard in shards},
     )
+
+
+def _tensors(shard: _ReadFile, url: str) -> Iterator[FolderTensor]:
+    offsets = _offsets(shard, url)
+    for each in shard.header.entries:
+        begin = offsets.get(each.key)
+        yield FolderTensor(each.key, shard.file.key, each.dtype_name, each.shape, each.offset, each.nbytes, begin)
+
+
+def _read_files(backend: Backend, keys: Iterable[str], sizes: Mapping[str, int]) -> list[_ReadFile]:
+    names = sorted(keys)
+    check_links(backend.url, names)
+    return for_each_file(backend, lambda name: _read_file(backend, name, sizes[name]), names)
 
 
 def _read_file(backend: Backend, key: str, size: int) -> _ReadFile:
@@ -220,6 +251,31 @@ def _read_file(backend: Backend, key: str, size: int) -> _ReadFile:
     return _ReadFile(WeightFile(key, size, head_mark(head)), header)
 
 
+def _offsets(shard: _ReadFile, url: str) -> dict[str, tuple[int, ...]]:
+    """Key → where it begins in the whole tensor, as torch's HuggingFaceStorageWriter says it of what a rank saved.
+
+    Raises:
+        CorruptCheckpointError: it says something else.
+    """
+    told = shard.header.metadata.get(_SHARDING_INFO)
+    if told is None:
+        return {}
+    try:
+        table = json.loads(told)
+        found = {entry.key: tuple(table[entry.key][_SAVED_OFFSETS]) for entry in shard.header.entries}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        found = None
+    if found is None or any(
+        len(found[entry.key]) != len(entry.shape) or any(type(each) is not int or each < 0 for each in found[entry.key])
+        for entry in shard.header.entries
+    ):
+        raise CorruptCheckpointError(
+            f"{shard.file.key!r} in {url} has a table {_SHARDING_INFO} that does not say where each of its tensors "
+            "begins. Save the folder again, or ask whoever wrote it."
+        )
+    return found
+
+
 class _Index:
     """`model.safetensors.index.json`: which key lies in which file."""
 
@@ -236,41 +292,51 @@ class _Index:
         for name, file in self.file_of.items():
             self.keys_of.setdefault(file, set()).add(name)
 
-    def check(self, shards: Sequence[_ReadFile]) -> None:
-        """Raise CorruptCheckpointError unless each file holds exactly the keys the index says."""
+    def choose(self, shards: Sequence[_ReadFile]) -> list[_ReadFile]:
+        """Of each file, what the index says it holds.
+
+        The index decides, as in transformers: merged and edited models are published with shards that still hold an
+        older copy of a tensor, or tensors that nobody names. These are left alone, and told of.
+
+        Raises:
+            CorruptCheckpointError: a file lacks keys that the index says it holds.
+        """
+        chosen, others = [], []
         for shard in shards:
             file, said = shard.file.key, self.keys_of[shard.file.key]
-            held = {entry.key for entry in shard.header.entries}
-            for key in sorted(held - said):
-                if key in self.file_of:
-                    raise CorruptCheckpointError(
-                        f"{key!r} lies in {file!r}, but {self._where} says that it lies in {self.file_of[key]!r}. "
-                        f"Files of two exports are mixed. {_AGAIN}"
-                    )
-            if said - held:
+            named = tuple(entry for entry in shard.header.entries if entry.key in said)
+            if len(named) < len(said):
+                absent = said.difference(entry.key for entry in named)
                 raise CorruptCheckpointError(
-                    f"{file!r} lacks {len(said - held)} keys that {self._where} says it holds: "
-                    f"{_named(sorted(said - held))}. {_AGAIN}"
+                    f"{file!r} lacks {len(absent)} keys that {self._where} says it holds: "
+                    f"{_named(sorted(absent))}. {_AGAIN}"
                 )
-            if held - said:
-                raise CorruptCheckpointError(
-                    f"{file!r} holds {len(held - said)} keys that {self._where} does not name: "
-                    f"{_named(sorted(held - said))}. {_AGAIN}"
-                )
+            others += [f"{entry.key!r} in {file!r}" for entry in shard.header.entries if entry.key not in said]
+            chosen.append(_ReadFile(shard.file, replace(shard.header, entries=named)))
+        if others:
+            log_message(
+                logging.WARNING,
+                f"{self._where} does not name {len(others)} of the tensors in its files, which are left alone: "
+                f"{listed(others, most=_MOST_NAMED)}.",
+            )
+        self._check_total(chosen, shards)
+        return chosen
+
+    def _check_total(self, *counted: Sequence[_ReadFile]) -> None:
         about = self._table.get("metadata")
         total = about.get("total_size") if isinstance(about, dict) else None
-        nbytes = sum(entry.nbytes for shard in shards for entry in shard.header.entries)
-        if total is not None and total != nbytes:
+        sums = [sum(entry.nbytes for shard in shards for entry in shard.header.entries) for shards in counted]
+        if total is not None and total not in sums:
             # transformers never looks at it, and tools that edit weights forget it.
             log_message(
                 logging.WARNING,
-                f"{self._where} gives total_size {str(total)[:40]}, but its files hold {nbytes} bytes of tensors; the "
+                f"{self._where} gives total_size {str(total)[:40]}, but its files hold {sums[0]} bytes of tensors; the "
                 "headers fit the files, so the index alone is out of date.",
             )
 
     def _parsed(self, data: bytes) -> dict[str, object]:
         try:
-            table = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
+            table = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"{self._where} is not the JSON of an index ({error}). {_AGAIN}") from None
         if not isinstance(table, dict):

@@ -166,28 +166,42 @@ def weights_metadata(weights: Weights, names: Names | None = None) -> Metadata:
 def _gathered(weights: Weights, names: Names) -> dict[str, _ModelTensor]:
     """Wanted name, before the prefix → what is stored of it."""
     found: dict[str, _ModelTensor] = {}
+    seen: set[tuple[object, ...]] = set()
     for tensor in weights.tensors:
         wanted = names.wanted(tensor.key)
         if wanted is None:
             continue
         shape = tensor.torch_shape
-        whole = isinstance(wanted, str)
+        whole = isinstance(wanted, str) and tensor.offsets is None
         name = wanted if isinstance(wanted, str) else wanted.name
-        box = Box((0,) * len(shape), shape) if isinstance(wanted, str) else wanted.box_of(shape)
+        box = _moved(Box.whole(shape) if isinstance(wanted, str) else wanted.box_of(shape), tensor)
         before = found.setdefault(name, _ModelTensor(name, whole, []))
         if before.parts and (whole or before.whole):
             raise InvalidArgumentError(
                 f"name_map maps both {before.parts[0][1].key!r} and {tensor.key!r} of {weights.url} to {name!r}; "
                 "give each its own name, or say with hpdcp.TensorPart which part of it each is."
             )
+        if tensor.offsets is not None:
+            if (tensor.key, tensor.offsets, tensor.shape) in seen:
+                continue  # one part, which several ranks saved
+            seen.add((tensor.key, tensor.offsets, tensor.shape))
         before.parts.append((box, tensor))
     for each in found.values():
         if not each.whole:
-            _check_parts(each)
+            _check_parts(each, weights.url)
     return found
 
 
-def _check_parts(wanted: _ModelTensor) -> None:
+def _moved(box: Box, tensor: FolderTensor) -> Box:
+    """Where a part of a stored tensor lies, given where the whole begins."""
+    if tensor.offsets is None:
+        return box
+    added = box.ndim - len(tensor.offsets)
+    moved = (a + b for a, b in zip(box.offsets[added:], tensor.torch_offsets, strict=True))
+    return Box((*box.offsets[:added], *moved), box.sizes)
+
+
+def _check_parts(wanted: _ModelTensor, url: str) -> None:
     first_box, first = wanted.parts[0]
     for box, tensor in wanted.parts:
         if (box.ndim, tensor.torch_dtype) != (first_box.ndim, first.torch_dtype):
@@ -205,7 +219,7 @@ def _check_parts(wanted: _ModelTensor) -> None:
         met = index.overlapping(box).tolist()
         if len(met) > 1:
             others = [wanted.parts[number][1].key for number in met]
-            raise InvalidArgumentError(f"name_map gives the parts {others[:3]} of {wanted.name!r} boxes that overlap.")
+            raise InvalidArgumentError(f"the parts {others[:3]} of {wanted.name!r} in {url} have boxes that overlap.")
 
 
 def _separated_codes(weights: Weights, wanted: Mapping[str, _ModelTensor], names: Names) -> dict[str, str]:

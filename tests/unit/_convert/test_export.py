@@ -15,6 +15,7 @@ from hpdcp._base.errors import (
     CheckpointError,
     CheckpointExistsError,
     CommitUncertainError,
+    CorruptCheckpointError,
     InvalidArgumentError,
     StorageError,
 )
@@ -228,6 +229,27 @@ def test_other_files_are_copied_along_and_weights_and_hidden_ones_are_not(tmp_pa
     assert written == {*copied, *done.files, "old.json"}
     assert (model / "out" / "1_Pooling" / "config.json").read_text() == "p"
     assert read_weights(LocalBackend(str(model / "out"))).listed_in == INDEX
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_link_among_the_other_files_leads_to_nothing_outside_the_folder(tmp_path: Path, inside: bool) -> None:
+    """A stranger's folder may link to a private key, which would be published with the export."""
+    model, key = tmp_path / "model", tmp_path / "id_ed25519"
+    model.mkdir()
+    key.write_text("secret")
+    (model / "config.json").write_text("{}")
+    (model / "notes.txt").symlink_to("config.json" if inside else key)
+    hpdcp.save(weights(0), checkpoint_id=tmp_path / "dcp")
+
+    def convert() -> offline_transform.Conversion:
+        return offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "out", copy_from=model)
+
+    if inside:
+        assert set(convert().copied) == {"config.json", "notes.txt"}
+        return
+    with pytest.raises(CorruptCheckpointError, match=r"'notes\.txt'.*out of the folder"):
+        convert()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_dry_run_writes_nothing_and_says_what_would_be_written(tmp_path: Path) -> None:
