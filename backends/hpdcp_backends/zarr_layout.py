@@ -4,7 +4,7 @@
     model/zarr.json                a group for each dict on the way
     model/layers.0.weight/zarr.json
     model/layers.0.weight/c/0/0    one chunk of it, as one rank holds it
-    _rank0_.bytes                  rank 0's Python values, as in the default layout
+    _rank0_.<attempt>.bytes        rank 0's Python values, as in the default layout
     .metadata                      what hpdcp reads: where each chunk is, and its checksums
 
 Chunks are the ranks' own boxes where these make a regular grid of chunks that are not too small. Elsewhere a chunk is
@@ -264,7 +264,7 @@ class ZarrLayout(Layout):
 
 def _sent_key(rank: int, attempt: str) -> str:
     """Where a rank puts what others write; the name bears the attempt, as all files do that a killed save may leave."""
-    return FileNaming(rank, attempt, plain=False).names(".handed")[0][0]
+    return FileNaming(rank, attempt).key(".handed")
 
 
 def _itemsize_on_disk(dtype: str, itemsize: int) -> int:

@@ -53,11 +53,6 @@ class RankAttempt:
         replaced = () if before is None else Metadata.from_bytes(before, where=own).files
         return cls(backend, identity, context.rank, frozenset(replaced))
 
-    @property
-    def plain(self) -> bool:
-        """Whether data files may take plain names."""
-        return self.backend.conditional_create
-
     def check_fixed_names(self) -> None:
         """Nothing: without a lease nobody can tell whether another save has taken them since `begin`."""
 

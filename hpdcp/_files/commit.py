@@ -1,8 +1,8 @@
 """One try at one save of a folder by all ranks: lease it, publish in one step, clean up after it.
 
 Two small files speak for a folder. `.metadata` says what is committed; `.attempt`, the lease, says who last began to
-save there. No data file is opened for writing twice, so whatever was committed stays as it is until another `.metadata`
-has taken its place.
+save there. The name of a data file carries its attempt and never comes twice: what was committed stays as it is until
+another `.metadata` has taken its place, and whoever is late, writer or reader, meets nobody else's file.
 """
 
 from __future__ import annotations
@@ -54,10 +54,8 @@ class Attempt:
         refuse_taken(backend, keys, set(roots) - set(made), before)
         clear_fixed_names(backend, made)
         refuse_taken(backend, keys - set(made), set(roots) & set(made), before)
-        superseded = dict(earlier.superseded) if earlier else {}
-        if earlier and earlier.attempt != committed:
-            superseded[earlier.attempt] = earlier.plain
-        clear_mailboxes(backend, {*superseded, *([earlier.attempt] if earlier else [])} - {attempt})
+        superseded = dict.fromkeys([*earlier.superseded, earlier.attempt]) if earlier else {}
+        clear_mailboxes(backend, superseded.keys() - {attempt})
         superseded.pop(committed or "", None)
         current = keys_of_checkpoint(backend, keys, before)
         now = time.time()
@@ -67,9 +65,8 @@ class Attempt:
             replaced = dict.fromkeys(still_there, now) | replaced
         lease = Lease(
             attempt,
-            plain=not keys and backend.conditional_create,
             began=now,
-            superseded=tuple(superseded.items()),
+            superseded=tuple(superseded),
             replaced=tuple(replaced.items()),
             replacing=tuple(sorted(current)),
             made=tuple(sorted(roots)),
@@ -81,10 +78,10 @@ class Attempt:
         """Publish `metadata`; the step after which the new checkpoint is the one that loads.
 
         Raises:
-            SupersededError: another attempt leased the folder or committed since `begin`; nothing was published.
+            SupersededError: another attempt leased the folder or committed since `begin`, or the lease is gone; nothing
+                was published.
         """
-        if not self.is_current:
-            raise self.superseded("another attempt leased it")
+        self._check_lease()
         if read_or_none(self.backend, METADATA) != self.before:
             raise self.superseded("another attempt committed there")
         publish_or_doubt(self.backend, METADATA, metadata.to_bytes())
@@ -93,11 +90,6 @@ class Attempt:
         except Exception as error:  # noqa: BLE001  # an error from here would have the published files removed
             # The checkpoint is whole and published; what could not be removed only takes room.
             log_message(logging.WARNING, f"{self.backend.url}: old files could not be removed: {error}")
-
-    @property
-    def plain(self) -> bool:
-        """Whether data files may take plain names."""
-        return self.lease.plain
 
     def facts(self, metadata: Metadata) -> Mapping[str, str]:
         """What the published metadata says of this save."""
@@ -111,15 +103,17 @@ class Attempt:
         """Before files with fixed names are added for the whole: they may be another attempt's by now.
 
         Raises:
-            SupersededError: another attempt leased the folder since `begin`.
+            SupersededError: another attempt leased the folder since `begin`, or the lease is gone.
         """
-        if self.lease.made and not self.is_current:
-            raise self.superseded("another attempt leased it")
+        if self.lease.made:
+            self._check_lease()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether no other attempt has leased the folder since."""
-        return leased_attempt(self.backend) == self.lease.attempt
+    def _check_lease(self) -> None:
+        holder = leased_attempt(self.backend)
+        if holder is None:
+            raise self.superseded("its lease went: somebody removed the checkpoint, or the folder,")
+        if holder != self.lease.attempt:
+            raise self.superseded("another attempt leased it")
 
     def superseded(self, why: str) -> SupersededError:
         """The error of an attempt that is not the last any more."""
@@ -140,7 +134,7 @@ class Attempt:
             self.backend.delete(orphans(self.backend, self.lease.superseded, keep=ours | {key for key, _ in kept}))
         if kept != self.lease.replaced:
             self.backend.publish(LEASE, replace(self.lease, replaced=kept).to_bytes())
-        dead = [attempt for attempt, _ in self.lease.superseded]
+        dead = self.lease.superseded
         self.backend.remove_leftovers(silent_for=SILENT_SECONDS, belongs=lambda key: carries_attempt(key, dead))
 
 

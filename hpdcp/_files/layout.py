@@ -36,13 +36,14 @@ class FileNaming:
 
     rank: int
     attempt: str
-    plain: bool
-    """Whether the plain names may be taken, by exclusive creation; else names carry the attempt."""
 
-    def names(self, suffix: str, part: int = 0) -> list[tuple[str, bool]]:
-        """(key, exclusive) to try in order for part number `part` of the file that ends in `suffix`."""
-        unique = (DataFileName(self.rank, suffix, self.attempt, part).key, True)
-        return [(DataFileName(self.rank, suffix, None, part).key, True), unique] if self.plain else [unique]
+    def key(self, suffix: str, part: int = 0) -> str:
+        """The name of part number `part` of the file that ends in `suffix`.
+
+        It carries the attempt, so that it never comes twice: whoever is late, writer or reader, meets its own file or
+        none. Create it with `exclusive=backend.conditional_create`.
+        """
+        return DataFileName(self.rank, suffix, self.attempt, part).key
 
 
 class Layout(ABC):

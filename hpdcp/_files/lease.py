@@ -23,12 +23,10 @@ class Lease:
     """What `.attempt` says."""
 
     attempt: str
-    plain: bool
-    """Whether the attempt was free to take the plain file names."""
     began: float
     """Seconds since the epoch, by the coordinator's clock."""
-    superseded: tuple[tuple[str, bool], ...] = ()
-    """(attempt, plain) of earlier tries that never committed and whose files may still lie about."""
+    superseded: tuple[str, ...] = ()
+    """Earlier tries that never committed and whose files may still lie about."""
     replaced: tuple[tuple[str, float], ...] = ()
     """(key, since) of files a commit replaced and that `keep_replaced_for` still keeps."""
     replacing: tuple[str, ...] = ()
@@ -41,9 +39,9 @@ class Lease:
         return json.dumps(
             {
                 "attempt": self.attempt,
-                "plain": self.plain,
+                "plain": False,  # for earlier versions, which gave files names without an attempt
                 "began": self.began,
-                "superseded": self.superseded,
+                "superseded": [[attempt, True] for attempt in self.superseded],
                 "replaced": self.replaced,
                 "replacing": self.replacing,
                 **({"made": self.made} if self.made else {}),
@@ -57,9 +55,8 @@ class Lease:
             fields = json.loads(data)
             return cls(
                 str(fields["attempt"]),
-                bool(fields["plain"]),
                 float(fields["began"]),
-                tuple((str(attempt), bool(plain)) for attempt, plain in fields["superseded"]),
+                tuple(str(attempt) for attempt, _ in fields["superseded"]),
                 tuple((str(key), float(since)) for key, since in fields["replaced"] if may_be_removed(str(key))),
                 tuple(key for key in map(str, fields.get("replacing", ())) if may_be_removed(key)),
                 tuple(name for name in map(str, fields.get("made", ())) if may_be_removed(name) and "/" not in name),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 
 from hpdcp._base.backend import Backend, ByteRange, KeyInfo, checked_key
 from hpdcp._base.errors import CheckpointError, CheckpointExistsError, InvalidArgumentError, StorageError
@@ -81,15 +81,15 @@ def keys_of_checkpoint(backend: Backend, keys: Iterable[str], before: bytes | No
     return frozenset(owned)
 
 
-def orphans(backend: Backend, superseded: Sequence[tuple[str, bool]], *, keep: set[str]) -> list[str]:
+def orphans(backend: Backend, superseded: Collection[str], *, keep: set[str]) -> list[str]:
     """Files that superseded attempts left, and have not touched for a day."""
     now = time.time()
     old = [info for info in backend.list_keys() if info.key not in keep and now - info.modified >= SILENT_SECONDS]
-    return [info.key for info in old if is_data_key(info.key) and _belongs(backend, info, dict(superseded))]
+    return [info.key for info in old if is_data_key(info.key) and _belongs(backend, info, superseded)]
 
 
-def _belongs(backend: Backend, info: KeyInfo, superseded: Mapping[str, bool]) -> bool:
-    """Whether one of the superseded attempts wrote the file: its name says so, or its head where names were plain."""
+def _belongs(backend: Backend, info: KeyInfo, superseded: Collection[str]) -> bool:
+    """Whether one of the superseded attempts wrote the file: its name says so, or its head where the name is plain."""
     if carries_attempt(info.key, superseded):
         return True
     head = bytearray(min(info.size, HEAD_BYTES))
@@ -97,7 +97,7 @@ def _belongs(backend: Backend, info: KeyInfo, superseded: Mapping[str, bool]) ->
         backend.read_ranges(info.key, [ByteRange(0, len(head))], [memoryview(head)])
     except StorageError:
         return False
-    return superseded.get(attempt_in_header(head) or "", False)
+    return attempt_in_header(head) in superseded
 
 
 def attempt_in_header(head: bytes | bytearray) -> str | None:

@@ -1,7 +1,7 @@
 """The default layout: tensors in safetensors files, Python values in an objects file of the same container.
 
-    _rank0_.safetensors   rank 0's chunks; any safetensors reader opens it
-    _rank0_.bytes         rank 0's Python values, one U8 entry each
+    _rank0_.<attempt>.safetensors   rank 0's chunks; any safetensors reader opens it
+    _rank0_.<attempt>.bytes         rank 0's Python values, one U8 entry each
 
 A file is written from the tensors' own memory: all sizes are known, so its header goes first. The header also says
 which box of which global tensor each entry is, so a file explains itself when `.metadata` is lost.
@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 
 from hpdcp._base.backend import Backend, ByteRange
-from hpdcp._base.errors import CorruptCheckpointError, KeyExistsError
+from hpdcp._base.errors import CorruptCheckpointError
 from hpdcp._base.splitting import batches
 from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._devices.downloads import Downloads
@@ -97,17 +97,10 @@ class SafetensorsLayout(Layout):
         return part
 
     def _create(self, backend: Backend, file: _DataFile) -> FileRecord:
-        names = file.naming.names(file.suffix, file.part)
-        for position, (key, exclusive) in enumerate(names):
-            try:
-                backend.write(key, file.pieces(), size=file.size, exclusive=exclusive and backend.conditional_create)
-            except KeyExistsError:
-                if position == len(names) - 1:
-                    raise
-                continue
-            self._written.append(key)
-            return FileRecord(key, file.size, file.mark)
-        raise AssertionError("unreachable: the last name either is written or raises")
+        key = file.naming.key(file.suffix, file.part)
+        backend.write(key, file.pieces(), size=file.size, exclusive=backend.conditional_create)
+        self._written.append(key)
+        return FileRecord(key, file.size, file.mark)
 
     def check(self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem]) -> None:
         check_files(backend, metadata, {int(metadata.storage.file[item.storage_row]) for item in items})

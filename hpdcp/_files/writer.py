@@ -17,7 +17,7 @@ from hpdcp._files.commit import Attempt
 from hpdcp._files.layout import FileNaming, Layout
 from hpdcp._files.lease import leased_attempt
 from hpdcp._files.save_identity import SaveIdentity, new_identity
-from hpdcp._format.file_names import is_data_key
+from hpdcp._format.file_names import carries_attempt, is_data_key
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan
@@ -30,13 +30,11 @@ class SaveStart:
     """What the coordinator decides for all ranks of one save."""
 
     attempt: str
-    plain: bool
-    """Whether files may take plain names (`FileNaming.plain`)."""
     layout_settings: Mapping[str, str]
     """The coordinator's `Layout.settings`."""
 
     def to_bytes(self) -> bytes:
-        return json.dumps([self.attempt, self.plain, dict(self.layout_settings)]).encode()
+        return json.dumps([self.attempt, dict(self.layout_settings)]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SaveStart:
@@ -153,11 +151,11 @@ class FileSystemWriter(StorageWriter):
             save.attempt = Attempt.begin(save.backend, save.identity.attempt, roots)
         else:
             save.attempt = RankAttempt.begin(save.backend, save.identity, save.context, roots)
-        return SaveStart(save.identity.attempt, save.attempt.plain, save.layout.settings).to_bytes()
+        return SaveStart(save.identity.attempt, save.layout.settings).to_bytes()
 
     def join(self, begun: bytes) -> None:
         save, start = self._current, SaveStart.from_bytes(begun)
-        save.naming = FileNaming(save.context.rank, start.attempt, start.plain)
+        save.naming = FileNaming(save.context.rank, start.attempt)
         save.layout.adopt(start.layout_settings)
 
     @property
@@ -189,11 +187,12 @@ class FileSystemWriter(StorageWriter):
             return
         save, naming = self._joined
         written = save.layout.written()
-        fixed = {key for key in written if not is_data_key(key)}
+        ours = [key for key in written if carries_attempt(key, {naming.attempt})]
+        fixed = [key for key in written if not is_data_key(key)]
         # By now another save may have files of fixed names: it leased the folder, and they are not ours to remove.
-        if fixed and save.context.collective and leased_attempt(save.backend) != naming.attempt:
-            written = [key for key in written if key not in fixed]
-        save.backend.delete(written)
+        if fixed and save.context.collective and leased_attempt(save.backend) == naming.attempt:
+            ours += fixed
+        save.backend.delete(ours)
 
     @property
     def _current(self) -> _Save:

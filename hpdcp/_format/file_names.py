@@ -4,7 +4,7 @@
     3.metadata                        instead, one for each rank, where ranks save each for itself
     .attempt                          the lease: which attempt saves to the folder now
     _rank3_.<attempt>.safetensors     data of rank 3; `_rank3_.1.<attempt>.safetensors` is its second such file
-    _rank3_.safetensors               the same where an attempt found the folder empty, and from earlier versions
+    _rank3_.safetensors               the same from earlier versions: read, and never written any more
     .mailbox-<attempt>/...            messages of ranks that exchange through storage
 
 An attempt's id is 16 hexadecimal digits. Names that only a layout knows are the layout's own business.

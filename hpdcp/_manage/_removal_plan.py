@@ -83,8 +83,8 @@ class FolderContents:
     """Attempts that they name."""
     lease: Lease | None = None
     lease_bytes: bytes | None = None
-    attempts: dict[str, bool] = field(default_factory=dict)
-    """Attempt → whether it may have taken plain names."""
+    attempts: set[str] = field(default_factory=set)
+    """Those that metadata, lease or, without a lease, files name."""
     messages: dict[str, int] = field(default_factory=dict)
     """Messages of these attempts, and their sizes."""
 
@@ -99,10 +99,10 @@ class FolderContents:
         found = cls(backend, {info.key: info for info in backend.list_keys()})
         found._read_metadata(force=force)
         found._read_lease()
-        found.attempts |= dict.fromkeys(found.committed, True)
+        found.attempts |= found.committed
         if found.lease is None and METADATA not in found.infos:
             # Ranks that save each for itself leave no lease: a file that names its attempt itself is all there is.
-            found.attempts |= dict.fromkeys(found._unlisted().values(), True)
+            found.attempts |= set(found._unlisted().values())
         if not found.documents and found.lease_bytes is None and not found.attempts:
             raise CheckpointNotFoundError(_nothing_there(backend, list(found.infos)))
         for attempt in found.attempts:
@@ -140,8 +140,7 @@ class FolderContents:
         self.lease = None if self.lease_bytes is None else Lease.from_bytes(self.lease_bytes)
         if self.lease is None:
             return
-        named = {**dict(self.lease.superseded), self.lease.attempt: self.lease.plain}
-        self.attempts |= {attempt: plain for attempt, plain in named.items() if is_attempt(attempt)}
+        self.attempts |= set(filter(is_attempt, [*self.lease.superseded, self.lease.attempt]))
         # `replacing` is what an attempt means to remove once it has committed, or what is committed still.
         kept = [key for key, _ in self.lease.replaced]
         for key in _data_files([*kept, *self.lease.replacing, *self._made_by(self.lease)]):
@@ -174,7 +173,7 @@ class FolderContents:
             return False
         if found.attempt is not None:
             return self.names_attempt(info.key)
-        return self.attempts.get(self._attempt_of(info) or "", False)
+        return self._attempt_of(info) in self.attempts
 
     def names_attempt(self, key: str) -> bool:
         """Whether a data file's name carries the id of one of the attempts."""
@@ -206,7 +205,7 @@ class FolderContents:
             last = self.lease.began
         else:
             # Each rank for itself: an attempt that wrote data and that no metadata names.
-            at_work = min(set(self.attempts) - self.committed, default=None)
+            at_work = min(self.attempts - self.committed, default=None)
             last = 0.0
         if at_work is None:
             return

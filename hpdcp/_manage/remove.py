@@ -92,9 +92,8 @@ class _Execution:
         now = time.time()
         ours = Lease(
             REMOVAL + uuid.uuid4().hex[:16],
-            plain=False,
             began=now,
-            superseded=tuple(self._contents.attempts.items()),
+            superseded=tuple(self._contents.attempts),
             replaced=tuple((key, now) for key in planned.data if key not in self._contents.messages),
             made=tuple(sorted({key.partition("/")[0] for key in fixed_names(planned.data)})),
         ).to_bytes()

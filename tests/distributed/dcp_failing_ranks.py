@@ -26,6 +26,7 @@ from hpdcp._base.errors import (
 )
 from hpdcp._plan.save_plan import WriteItem
 from hpdcp_backends.local import LocalBackend
+from tests.support.data_files import data_file
 from tests.support.job import Job
 from tests.support.layouts import TP4, differing, local_of, sample_tensors
 
@@ -176,18 +177,18 @@ def test_a_read_error_on_one_rank(ranks: Job, earlier: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "swapped"])
 def test_a_data_file_that_is_not_what_it_was(ranks: Job, earlier: Path, damage: str) -> None:
-    file = earlier / "_rank2_.safetensors"
+    file = data_file(earlier, 2)
     if ranks.rank == 0:
         data = file.read_bytes()
         file.unlink()
         if damage == "truncated":
             file.write_bytes(data[:-4])
         elif damage == "swapped":
-            file.write_bytes((earlier / "_rank1_.safetensors").read_bytes())
+            file.write_bytes(data_file(earlier, 1).read_bytes())
     ranks.barrier()
     targets = TP4.blank_all(ranks, sample_tensors())
     text = _fails_on_all(ranks, lambda: hpdcp.load(targets, checkpoint_id=earlier), CorruptCheckpointError)
-    assert "_rank2_.safetensors" in text
+    assert file.name in text
     assert all(bool((local_of(tensor) == ranks.sentinel()).all()) for tensor in targets.values())
 
 

@@ -20,6 +20,7 @@ from hpdcp._base.backend import ByteRange
 from hpdcp._base.errors import StateDictError
 from hpdcp._format.checksums import HEAD_BYTES
 from hpdcp_backends.local import LocalBackend
+from tests.support.data_files import without_attempt
 from tests.support.job import Job
 from tests.support.layouts import (
     CHUNKED,
@@ -213,7 +214,7 @@ def test_a_rank_reads_no_bytes_but_those_of_its_own_rows(
     data = [(key, range_) for key, range_ in read if range_ != ByteRange(0, HEAD_BYTES)]
     assert sum(range_.length for _, range_ in data) == 32 * 64 * 4
     half = (ranks.rank % 2) * 2
-    assert {key for key, _ in read} == {f"_rank{rank}_.safetensors" for rank in (half, half + 1)}
+    assert set(without_attempt(key for key, _ in read)) == {f"_rank{rank}_.safetensors" for rank in (half, half + 1)}
 
 
 def _dense_dtypes() -> list[torch.dtype]:

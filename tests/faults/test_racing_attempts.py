@@ -11,6 +11,8 @@ import torch
 import hpdcp
 from hpdcp._base.errors import SupersededError
 from hpdcp._format.file_names import LEASE, METADATA
+from hpdcp._manage.remove import remove_checkpoint
+from hpdcp._plan.load_plan import LoadPlan
 from hpdcp._plan.save_plan import SavePlan
 
 
@@ -92,7 +94,6 @@ def test_a_commit_by_somebody_who_did_not_claim_stops_the_attempt(tmp_path: Path
 
 
 def test_two_attempts_that_find_an_empty_folder_never_share_a_file(tmp_path: Path) -> None:
-    """Both may take the plain names; exclusive creation gives each to one of them."""
     older: list[BaseException] = []
 
     def begin_second() -> None:
@@ -110,3 +111,45 @@ def test_two_attempts_that_find_an_empty_folder_never_share_a_file(tmp_path: Pat
     assert len(older) == 1
     assert loaded(tmp_path) == 3
     assert len(names(tmp_path)) == 4
+
+
+def test_a_save_that_wakes_up_after_its_folder_was_removed_and_saved_again_touches_nothing(tmp_path: Path) -> None:
+    """Its files and its successor's may not have one name: it would remove committed ones as its own."""
+    folder = tmp_path / "step"
+
+    def meanwhile() -> None:
+        remove_checkpoint(folder, force=True)
+        hpdcp.save(state(2.0), checkpoint_id=folder)
+
+    with pytest.raises(SupersededError):
+        hpdcp.save(state(1.0), checkpoint_id=folder, planner=Interrupted(meanwhile))
+    assert loaded(folder) == 2
+    assert len(names(folder)) == 4
+
+
+def test_a_save_whose_lease_is_gone_publishes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+
+    def meanwhile() -> None:
+        remove_checkpoint(folder, force=True)
+        folder.mkdir()
+
+    with pytest.raises(SupersededError, match="its lease went"):
+        hpdcp.save(state(1.0), checkpoint_id=folder, planner=Interrupted(meanwhile))
+    assert names(folder) == set()
+
+
+@pytest.mark.parametrize("no_dist", [False, True])
+def test_a_reader_between_two_saves_meets_the_files_it_knows_or_none(tmp_path: Path, no_dist: bool) -> None:
+    folder = tmp_path / "step"
+    hpdcp.save(state(1.0), checkpoint_id=folder, no_dist=no_dist)
+    target = state(-1.0)
+
+    class Late(hpdcp.StandardLoadPlanner):
+        def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+            remove_checkpoint(folder, force=True)
+            hpdcp.save(state(2.0), checkpoint_id=folder, no_dist=no_dist)
+            return super().finalize_plan(plan)
+
+    with pytest.raises(hpdcp.errors.CheckpointReplacedError):
+        hpdcp.load(target, checkpoint_id=folder, planner=Late(), no_dist=no_dist)

@@ -21,6 +21,7 @@ from hpdcp._format.checksums import BLOCK_BYTES
 from hpdcp._plan.standard_save_planner import StandardSavePlanner
 from hpdcp._state.geometry import Box
 from tests.support.backends import registered
+from tests.support.data_files import data_file
 from tests.unit._convert.test_round_trips import bits, differing, read_folder
 
 FULL = bits(torch.float32, (24, 10), seed=3)
@@ -112,7 +113,7 @@ def test_damage_in_the_source_is_found_and_nothing_whole_is_left(
     tmp_path: Path, store: str, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:
     save_apart(tmp_path / "dcp", [{"w": part(FULL, *box)} for box in boxes])
-    file = tmp_path / "dcp" / "_rank1_.safetensors"
+    file = data_file(tmp_path / "dcp", 1)
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
@@ -131,7 +132,7 @@ def test_checksums_of_many_blocks_are_compared(tmp_path: Path, store: str) -> No
     hpdcp.save({"w": full}, checkpoint_id=tmp_path / "dcp")
     offline_transform.convert_dcp_to_huggingface(tmp_path / "dcp", tmp_path / "hf")
     assert differing({"w": full}, read_folder(tmp_path / "hf")) == []
-    file = tmp_path / "dcp" / "_rank0_.safetensors"
+    file = data_file(tmp_path / "dcp")
     with file.open("r+b") as opened:
         opened.seek(-BLOCK_BYTES, 2)
         opened.write(bytes([full[-BLOCK_BYTES].item() ^ 1]))

@@ -42,8 +42,8 @@ def age(*paths: Path, hours: float = 25) -> None:
 
 def abandon(folder: Path, attempt: str) -> list[Path]:
     """An attempt that claims the folder, writes one file, and is never heard of again."""
-    begun = Attempt.begin(LocalBackend(str(folder)), attempt)
-    name = "_rank0_.safetensors" if begun.lease.plain else f"_rank0_.{attempt}.safetensors"
+    Attempt.begin(LocalBackend(str(folder)), attempt)
+    name = f"_rank0_.{attempt}.safetensors"
     (folder / name).write_bytes(b"x" * 5000)
     return [folder / name]
 
@@ -77,8 +77,7 @@ def test_files_of_a_dead_attempt_stay_for_a_day(tmp_path: Path) -> None:
 
 def test_plain_names_of_a_dead_attempt_go_only_when_the_file_says_that_it_is_its_own(tmp_path: Path) -> None:
     backend = LocalBackend(str(tmp_path))
-    dead = Attempt.begin(backend, "d" * 16)
-    assert dead.lease.plain
+    Attempt.begin(backend, "d" * 16)
     header = b'{"__metadata__":{"attempt":"' + b"d" * 16 + b'","rank":"0"}}'
     (tmp_path / "_rank0_.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (tmp_path / "_rank1_.safetensors").write_bytes(b"a user's own file that looks like ours")

@@ -34,6 +34,7 @@ from hpdcp._format.metadata import Metadata
 from hpdcp._format.strings import StringColumn
 from hpdcp._manage.remove import Removal, remove_checkpoint
 from hpdcp_backends.local import LocalBackend
+from tests.support.data_files import data_file, without_attempt
 from tests.support.huggingface import write_single
 from tests.support.runs import begin_run
 
@@ -66,7 +67,8 @@ def test_a_checkpoint_and_its_folder_go(folder: Path) -> None:
     expected = files(folder)
     nbytes = sum(path.stat().st_size for path in folder.iterdir())
     removal = remove_checkpoint(folder)
-    assert set(removal.keys) == expected == {METADATA, LEASE, "_rank0_.safetensors", "_rank0_.bytes"}
+    assert set(removal.keys) == expected
+    assert set(without_attempt(expected)) == {METADATA, LEASE, "_rank0_.safetensors", "_rank0_.bytes"}
     assert (removal.nbytes, removal.folder_removed, removal.foreign) == (nbytes, True, ())
     assert not folder.exists()
     with pytest.raises(CheckpointNotFoundError):
@@ -113,7 +115,7 @@ def test_the_metadata_goes_first_and_the_lease_last(folder: Path, monkeypatch: p
 
     monkeypatch.setattr(LocalBackend, "delete", watched)
     remove_checkpoint(folder)
-    assert gone == [METADATA, "_rank0_.bytes", "_rank0_.safetensors", LEASE]
+    assert without_attempt(gone) == [METADATA, "_rank0_.bytes", "_rank0_.safetensors", LEASE]
 
 
 def failing_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
@@ -168,8 +170,8 @@ def begun(folder: Path, *, attempt: str = "00000000deadbeef") -> Attempt:
     backend = LocalBackend(str(folder))
     started = Attempt.begin(backend, attempt)
     hpdcp.save(STATE, checkpoint_id=folder.parent / "other")
-    head = (folder.parent / "other/_rank0_.safetensors").read_bytes()
-    name = "_rank0_.safetensors" if started.lease.plain else f"_rank0_.{attempt}.safetensors"
+    head = data_file(folder.parent / "other").read_bytes()
+    name = f"_rank0_.{attempt}.safetensors"
     old = json.loads((folder.parent / "other" / LEASE).read_text())["attempt"]
     (folder / name).write_bytes(head.replace(old.encode(), attempt.encode()))
     report_dead_worker(backend, attempt, 0)
@@ -201,7 +203,7 @@ def test_what_a_save_left_that_has_been_silent_for_a_day_goes_without_force(tmp_
     (folder / "notes.txt").write_text("mine")
     removal = remove_checkpoint(folder)
     assert removal.metadata == ()
-    assert set(removal.data) == {"_rank0_.safetensors", f"{mailbox_folder('00000000deadbeef')}/DEAD_0"}
+    assert set(removal.data) == {"_rank0_.00000000deadbeef.safetensors", f"{mailbox_folder('00000000deadbeef')}/DEAD_0"}
     assert files(folder) == {"notes.txt"}
 
 
@@ -316,7 +318,7 @@ def test_metadata_and_leases_of_a_stranger_cannot_name_a_users_file(listed: str,
     remove_checkpoint(folder)
     assert (folder / "notes.txt").read_text() == "mine"
     assert (folder.parent / "notes.txt").read_text() == "mine"
-    assert files(folder) <= {"notes.txt", "_rank0_.bytes", "_rank0_.safetensors"}
+    assert set(without_attempt(files(folder))) <= {"notes.txt", "_rank0_.bytes", "_rank0_.safetensors"}
 
 
 def list_instead(folder: Path, name: str) -> None:

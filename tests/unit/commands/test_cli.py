@@ -13,6 +13,7 @@ from torch import nn
 
 import hpdcp
 from tests.support.command import Command
+from tests.support.data_files import data_file
 from tests.support.huggingface import write_shards
 
 
@@ -96,12 +97,15 @@ def test_json_is_one_document_that_says_the_same(checkpoint: Path, command: Comm
     assert document["by_rank"] is False
     assert entries["model.layers.3.weight"] == {
         "fqn": "model.layers.3.weight", "kind": "tensor", "dtype": "float32", "shape": [4, 4], "owner": None,
-        "alias_of": "", "chunks": 1, "files": ["_rank0_.safetensors"], "nbytes": 64,
+        "alias_of": "", "chunks": 1, "files": [data_file(checkpoint).name], "nbytes": 64,
     }  # fmt: skip
     assert entries["model.layers.0.weight"]["alias_of"] == "model.head.weight"
     assert entries["rng.cpu"]["owner"] == 0
     sizes = {file["key"]: file["size"] for file in document["files"]}
-    assert sizes == {key: (checkpoint / key).stat().st_size for key in ("_rank0_.safetensors", "_rank0_.bytes")}
+    assert sizes == {
+        key: (checkpoint / key).stat().st_size
+        for key in (data_file(checkpoint).name, data_file(checkpoint, 0, ".bytes").name)
+    }
     assert document["file_bytes"] == sum(sizes.values())
 
 
@@ -114,12 +118,12 @@ def test_verify_exits_with_0_for_a_sound_checkpoint(checkpoint: Path, command: C
 
 def test_verify_exits_with_1_and_says_what_is_damaged(tmp_path: Path, command: Command) -> None:
     hpdcp.save({"w": torch.ones(100), "note": "hello"}, checkpoint_id=tmp_path)
-    file = tmp_path / "_rank0_.safetensors"
+    file = data_file(tmp_path)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     output = command("verify", tmp_path, status=1).out
-    assert "_rank0_.safetensors" in output
+    assert file.name in output
     assert "its checksum differs" in output
     assert "DAMAGED" in output
     document = command("verify", tmp_path, "--json", status=1).document

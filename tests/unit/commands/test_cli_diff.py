@@ -9,6 +9,7 @@ import torch
 
 import hpdcp
 from tests.support.command import Command
+from tests.support.data_files import data_file
 from tests.support.huggingface import write_single
 
 STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.zeros(4)}, "step": 3}
@@ -117,9 +118,9 @@ def test_layout_counts_when_asked_for(a: Path, tmp_path: Path, command: Command)
 
 def test_what_cannot_be_compared_exits_with_3_or_2(a: Path, tmp_path: Path, command: Command) -> None:
     assert "nowhere" in command("diff", a, tmp_path / "nowhere", status=3).err
-    data = bytearray((a / "_rank0_.safetensors").read_bytes())
+    data = bytearray(data_file(a).read_bytes())
     data[-1] ^= 1
-    (a / "_rank0_.safetensors").write_bytes(data)
+    data_file(a).write_bytes(data)
     answer = command("diff", a, a, "--values", status=3)
     assert answer.out == ""
     assert "damaged" in answer.err

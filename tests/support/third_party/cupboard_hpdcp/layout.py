@@ -32,10 +32,9 @@ class DrawersLayout(Layout):
                 data = planner.get_bytes(item)
             else:
                 data = b"".join(byte_pieces(planner.get_tensor(item)))
-            key, exclusive = naming.names(".drawer", len(self._written))[0]
+            key = naming.key(".drawer", len(self._written))
             self._written.append(key)
-            exclusive = exclusive and backend.conditional_create
-            backend.write(key, [memoryview(data)], size=len(data), exclusive=exclusive)
+            backend.write(key, [memoryview(data)], size=len(data), exclusive=backend.conditional_create)
             checksums = tuple(block_checksums(iter([memoryview(data)])))
             results.append(WriteResult(StorageInfo(key, 0, len(data), checksums)))
             files.append(FileRecord(key, len(data), crc32c.crc32c(data[:HEAD_BYTES])))
