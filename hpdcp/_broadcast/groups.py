@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hpdcp._base.errors import PeerLostError
 from hpdcp._broadcast import _facts
 from hpdcp._broadcast.terms import BroadcastDecision, BroadcastOptions
+from hpdcp._comm.process_group import hang_up
 from hpdcp._plan.shared_boxes import Group
 
 
@@ -28,6 +29,11 @@ class ProcessGroups:
         """The one of these ranks."""
         return (self.on_devices if on_device else self.over_hosts)[ranks]
 
+    def hang_up(self) -> None:
+        """Close this rank's connections between hosts, in all of these groups: whoever waits for it raises now."""
+        for group in self.over_hosts.values():
+            hang_up(group)
+
 
 @contextlib.contextmanager
 def open_groups(
@@ -40,12 +46,20 @@ def open_groups(
     """
     over_hosts, on_devices = _groups_at_hand(decision, options, all_ranks)
     me, backend = dist.get_rank(all_ranks), decision.device_backend
-    with (
-        broadcast_groups_for_load(decision.new_groups, over_hosts, me=me, timeout=timeout) as host_groups,
-        broadcast_groups_for_load(
-            decision.new_device_groups, on_devices, me=me, timeout=timeout, backend=backend
-        ) as device_groups,
-    ):
+    with contextlib.ExitStack() as opened:
+        try:
+            host_groups = opened.enter_context(
+                broadcast_groups_for_load(decision.new_groups, over_hosts, me=me, timeout=timeout)
+            )
+            device_groups = opened.enter_context(
+                broadcast_groups_for_load(
+                    decision.new_device_groups, on_devices, me=me, timeout=timeout, backend=backend
+                )
+            )
+        except BaseException:
+            # The others may have them all, and wait for this rank.
+            hang_up(all_ranks)
+            raise
         yield ProcessGroups(host_groups, device_groups)
 
 

@@ -4,7 +4,8 @@ The coordinator has cut the load into shared boxes (`LoadPlan.shared`), each wit
 Every rank walks its own boxes in their one total order: it issues the broadcast of a box, or of a batch of small ones,
 and waits only for broadcasts issued earlier. Of all broadcasts not yet done, the first in the total order can
 therefore always go on: everything before it is done, so all its members come to it. Nobody leaves the walk: a reader
-rank that cannot read sends filler, says so, and raises when the walk is over.
+rank that cannot read sends filler, says so, and raises when the walk is over. Only who meets a dead rank leaves it, and
+hangs up, so that all others hear of it one after another.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class BroadcastContext:
     """Boxes below this many bytes are sent together; 0: each by itself. Equal on all ranks."""
 
 
-def read_and_broadcast(plan: LoadPlan, context: BroadcastContext, *, failure: Exception | None = None) -> None:
+def read_and_broadcast(plan: LoadPlan, context: BroadcastContext, *, failure: BaseException | None = None) -> None:
     """Fill every shared box of `plan`, or with a `failure` of this rank walk along, so that no other waits for it.
 
     On return all broadcasts are completed.
@@ -73,7 +74,7 @@ class _Walk:
         self,
         context: BroadcastContext,
         items: Mapping[MetadataIndex, Sequence[ReadItem]],
-        failure: Exception | None,
+        failure: BaseException | None,
     ) -> None:
         self._context = context
         self._targets = TargetsInTurn(context.targets)
@@ -102,6 +103,10 @@ class _Walk:
             if any(unit.on_device for unit in units):
                 # A broadcast that was waited for is waited for by the device only; its group may go when this returns.
                 streams.wait_for_caller()
+        except BaseException:
+            # This rank has left the walk: whoever waits for it, in any of the groups, must not wait longer.
+            self._context.groups.hang_up()
+            raise
         finally:
             ahead.close()
         if self._failure is not None:
@@ -156,7 +161,7 @@ class _Walk:
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001  # raised when the walk is over
+        except BaseException as error:  # noqa: BLE001  # raised when the walk is over
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

@@ -2,7 +2,13 @@
 
 A step is a function that each rank runs on its own and, for some, one that the coordinator runs over all answers.
 Whatever either raises is caught, travels as text, and is raised on every rank; no step leaves a rank waiting for
-one that failed. Nothing that can raise may run between two steps outside of one.
+one that failed. Nothing that can raise may run between two steps outside of one. An interrupt (KeyboardInterrupt,
+SystemExit, GeneratorExit) travels like any failure; the rank that it came to raises the interrupt itself.
+
+Ranks wait for the coordinator and the coordinator waits for ranks, never ranks for one another. So a rank that dies is
+met by the coordinator, which tells all others in the same step, or in the next one: that an answer did not reach a dead
+rank is no failure of the step, which is decided by then. A rank that leaves a step for any other reason hangs up, so
+that nobody waits for it.
 
 How bytes get from rank to rank is for others to say: `process_group`, or `mailbox`, which needs no torch.
 """
@@ -18,7 +24,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from hpdcp._base.errors import HpdcpError, RankFailedError, rebuild
+from hpdcp._base.errors import HpdcpError, PeerLostError, RankFailedError, rebuild
 
 T = TypeVar("T")
 
@@ -151,21 +157,50 @@ class FramedExchange(Exchange):
     def _broadcast(self, step: str, whole: bytes | None) -> bytes:
         """What the coordinator passes."""
 
+    def _hang_up(self) -> None:
+        """This rank leaves in the midst of a step: end the wait of those that wait for it, where that can be done."""
+
     def gather_scatter(
         self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], Sequence[bytes]]
     ) -> bytes:
-        answers = self._gather(step, _outcome(self.rank, local))
-        return self._open(step, self._scatter(step, None if answers is None else self._combine(answers, combine)))
+        def carry(mine: _Outcome) -> bytes:
+            answers = self._gather(step, mine.frame)
+            return self._scatter(step, None if answers is None else self._combine(answers, combine, mine))
+
+        return self._share(step, _Outcome(self.rank, local), carry)
 
     def gather_broadcast(self, step: str, local: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
-        answers = self._gather(step, _outcome(self.rank, local))
-        whole = None if answers is None else self._combine(answers, lambda parts: [combine(parts)])[0]
-        return self._open(step, self._broadcast(step, whole))
+        def carry(mine: _Outcome) -> bytes:
+            answers = self._gather(step, mine.frame)
+            whole = None if answers is None else self._combine(answers, lambda parts: [combine(parts)], mine)[0]
+            return self._broadcast(step, whole)
+
+        return self._share(step, _Outcome(self.rank, local), carry)
 
     def broadcast(self, step: str, make: Callable[[], bytes]) -> bytes:
-        return self._open(step, self._broadcast(step, _outcome(self.rank, make) if self.is_coordinator else None))
+        mine = _Outcome(self.rank, make if self.is_coordinator else bytes)
+        return self._share(step, mine, lambda mine: self._broadcast(step, mine.frame if self.is_coordinator else None))
 
-    def _combine(self, answers: list[bytes], combine: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
+    def _share(self, step: str, mine: _Outcome, carry: Callable[[_Outcome], bytes]) -> bytes:
+        """The answer that `carry` brings, or the failure that it is; this rank's own interrupt once others know it."""
+        try:
+            answer = carry(mine)
+        except PeerLostError:
+            self._hang_up()
+            own = failures_in(mine.frame)
+            if mine.interrupt is None and not own:
+                raise
+            answer = _frame(own)
+        except BaseException:
+            self._hang_up()
+            raise
+        if mine.interrupt is not None:
+            raise mine.interrupt
+        return self._open(step, answer)
+
+    def _combine(
+        self, answers: list[bytes], combine: Callable[[list[bytes]], Sequence[bytes]], mine: _Outcome
+    ) -> list[bytes]:
         """The coordinator's framed answers, one for each rank; every one a failure if any rank failed."""
         failed = [cause for answer in answers for cause in failures_in(answer)]
         if not failed:
@@ -173,6 +208,12 @@ class FramedExchange(Exchange):
                 return [b"+" + part for part in combine([answer[1:] for answer in answers])]
             except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
                 failed = [Failed.of(_ALL_RANKS, error)]
+            except BaseException as interrupt:  # noqa: BLE001  # raised once the other ranks have heard of it
+                mine.interrupt = interrupt
+                # What it did for all may be done or not: to the others it is as if it had died there.
+                name = type(interrupt).__name__
+                lost = PeerLostError(f"the coordinator, rank {self.rank}, was interrupted in the midst of it: {name}")
+                failed = [Failed.of(_ALL_RANKS, lost)]
         return [_frame(failed)] * len(answers)
 
     def _open(self, step: str, answer: bytes) -> bytes:
@@ -200,20 +241,28 @@ def joint_error(step: str, failed: Sequence[Failed], world_size: int) -> HpdcpEr
     whose = "the coordinator" if failed[0].rank == _ALL_RANKS else f"rank {failed[0].rank}"
     error.add_note(f"Traceback of {whose}:\n{failed[0].trace}")
     if isinstance(error, RankFailedError):
-        error.causes = tuple((cause.rank, cause.message) for cause in failed)
+        error.causes = tuple((cause.rank, cause.message) for cause in failed if cause.rank != _ALL_RANKS)
     return error
 
 
-def failure_frame(rank: int, error: Exception) -> bytes:
+def failure_frame(rank: int, error: BaseException) -> bytes:
     """What stands for the answer of a rank that cannot give one."""
     return _frame([Failed.of(rank, error)])
 
 
-def _outcome(rank: int, local: Callable[[], bytes]) -> bytes:
-    try:
-        return b"+" + local()
-    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
-        return failure_frame(rank, error)
+class _Outcome:
+    """What a rank's part of a step came to."""
+
+    def __init__(self, rank: int, local: Callable[[], bytes]) -> None:
+        self.interrupt: BaseException | None = None
+        """To be raised on this rank, and on no other, once the others have heard of it."""
+        try:
+            self.frame = b"+" + local()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+            self.frame = failure_frame(rank, error)
+        except BaseException as interrupt:  # noqa: BLE001  # raised by `_share`
+            self.interrupt = interrupt
+            self.frame = failure_frame(rank, interrupt)
 
 
 def _frame(failed: Sequence[Failed]) -> bytes:

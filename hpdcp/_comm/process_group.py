@@ -15,7 +15,7 @@ from hpdcp._base import config
 from hpdcp._base.arguments import require_flags
 from hpdcp._base.errors import PeerLostError
 from hpdcp._base.timing import log_message
-from hpdcp._comm.exchange import COORDINATOR, Alone, Exchange, FramedExchange, failure_frame, failures_in
+from hpdcp._comm.exchange import COORDINATOR, Alone, Exchange, FramedExchange, failure_frame
 
 _PIECE_BYTES: Final = 256 << 20
 """Longest single message; gloo's own limit is below 2 GiB."""
@@ -23,6 +23,8 @@ _SMALL_BYTES: Final = 64 << 10
 """Up to here the coordinator sends an answer to each rank, which reaches all that live however many have died; a larger
 one is broadcast, which does not."""
 _LARGE: Final = b"*"
+_NEVER_SENT: Final = 0x6870
+"""Tag of messages that nobody sends: to wait for one is to look whether the connection still stands."""
 
 
 class ProcessGroupExchange(FramedExchange):
@@ -35,16 +37,21 @@ class ProcessGroupExchange(FramedExchange):
         self.world_size = dist.get_world_size(group)
 
     def min_max(self, step: str, count: int, local: Callable[[], Sequence[int]]) -> tuple[list[int], list[int]]:
-        failure: Exception | None = None
+        failure: BaseException | None = None
         # One message for all: the greatest of a number is the least of its negative, and the first says who is well.
         votes = torch.zeros(1 + 2 * count, dtype=torch.int64, device="cpu")
         try:
             mine = local()
             votes = torch.tensor([1, *mine, *(-number for number in mine)], dtype=torch.int64, device="cpu")
-        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
             failure = error
-        with self._peers(step):
-            dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
+        try:
+            with self._peers(step):
+                dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
+        except BaseException as lost:  # noqa: BLE001  # raised again
+            # Ranks wait for one another here: each that raises ends the wait of others.
+            self._hang_up()
+            raise (failure or lost) from None
         well, *least = votes.tolist()
         if not well:
             self.agree(step, lambda: _raise_if(failure))
@@ -59,6 +66,9 @@ class ProcessGroupExchange(FramedExchange):
                 f"rank {self.rank} lost the other ranks in step {step!r}: {error}. A rank died or took longer than the "
                 "process group's timeout; look at the other ranks' output for the first error."
             ) from error
+
+    def _hang_up(self) -> None:
+        hang_up(self.group)
 
     def _gather(self, step: str, payload: bytes) -> list[bytes] | None:
         if self.rank != COORDINATOR:
@@ -102,19 +112,12 @@ class ProcessGroupExchange(FramedExchange):
         return whole
 
     def _send_to_all(self, step: str, part: Callable[[int], bytes]) -> None:
-        """To every other rank that is still there; those that are lost are said once all others have their part."""
-        lost: PeerLostError | None = None
+        """To every other rank that is still there. One that is lost is met again by the next step, which tells all."""
         for rank in range(self.world_size):
             if rank == self.rank:
                 continue
-            try:
-                with self._peers(step):
-                    self._send(part(rank), rank)
-            except PeerLostError as error:
-                if not failures_in(part(rank)):
-                    lost = error
-        if lost is not None:
-            raise lost
+            with contextlib.suppress(PeerLostError), self._peers(step):
+                self._send(part(rank), rank)
 
     def _send(self, payload: bytes, rank: int) -> None:
         dist.send(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"), group_dst=rank, group=self.group)
@@ -144,6 +147,28 @@ def open_exchange(*, no_dist: bool, use_collectives: bool) -> Exchange:
     if dist.get_world_size() == 1:
         return Alone()
     return ProcessGroupExchange(_host_group())
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections in `group`, so that whoever waits for it there raises now and not at the timeout.
+
+    For a rank that leaves in the midst of an exchange, since another one is dead or since it is interrupted: messages
+    would be out of step from then on, and the group is of no use any more. Nothing happens where the group carries no
+    host tensors.
+    """
+    mine, buffer = dist.get_rank(group), torch.zeros(1, dtype=torch.uint8, device="cpu")
+    for rank in range(dist.get_world_size(group)):
+        if rank == mine:
+            continue
+        try:
+            work = dist.irecv(buffer, group=group, group_src=rank, tag=_NEVER_SENT)
+        except (RuntimeError, ValueError):
+            continue  # no connection to that one, or none for hosts
+        if work is not None:
+            # What gloo does when a wait takes too long: it closes all connections of the group.
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+            return
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
@@ -179,7 +204,7 @@ def _host_group() -> dist.ProcessGroup:
     return _own_group[1]
 
 
-def _raise_if(failure: Exception | None) -> None:
+def _raise_if(failure: BaseException | None) -> None:
     if failure is not None:
         raise failure
 

@@ -170,17 +170,21 @@ class _Load:
             return
         decision = BroadcastDecision.from_bytes(plan.broadcast_terms)
         timeout = timedelta(seconds=config.current().group_timeout)
+        if decision.new_groups or decision.new_device_groups:
+            # Who makes a group waits for all others without hearing of one that has died: none has, until here.
+            exchange.agree("making process groups", lambda: None)
         with open_groups(decision, self._broadcast_options, exchange.group, timeout=timeout) as groups:
             yield groups
 
     def _read(self, plan: LoadPlan, groups: ProcessGroups, rank: int, metadata: Metadata) -> None:
         """What is shared first, in the walk that no rank may leave; then the rest."""
-        final, failure = plan, None
+        final: LoadPlan = plan
+        failure: BaseException | None = None
         with contextlib.ExitStack() as shown, stage("execute_read"):
             try:
                 shown.enter_context(progress.bar("load", lambda: _bytes_to_read(plan, metadata, rank)))
                 final = self._planner.finalize_plan(plan)
-            except Exception as error:
+            except BaseException as error:
                 if not plan.shared:
                     raise
                 failure = error  # others wait for what this rank was to send
