@@ -5,16 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from hpdcp._base._config_kinds import SIZE_WITH_UNIT, Kind, parse_size
 from hpdcp._base._config_schema import KEYS, BackendSettings, Config, Route, all_keys, known_keys
 from hpdcp._base._config_tree import Given, Node, Tree, found_in, is_table, plain_value, plain_values, with_origin
 from hpdcp._base._masking import masked
 from hpdcp._base.errors import InvalidArgumentError
-
-_TABLE_PREFIXES: Final = ("backend_", "backends_", "layouts_", "s3_", "nfs_", "local_")
-"""How names begin that were meant for a backend's or a layout's table."""
 
 
 def build_config(tree: Tree) -> Config:
@@ -43,8 +40,6 @@ def build_config(tree: Tree) -> Config:
         else:
             near = difflib.get_close_matches(name, all_keys(), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            if name.startswith(_TABLE_PREFIXES) and "variable" in found_in(node):
-                hint = " Parts of a key are told apart by two underscores: HPDCP_BACKENDS__S3__COALESCE_GAP."
             raise InvalidArgumentError(f"{found_in(node)}: unknown configuration key {name!r}.{hint} {known_keys()}")
     return replace(Config(), **values)
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
+import logging
 import os
 import tomllib
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Final
 
-from hpdcp._base._config_schema import RENAMED, known_keys
+from hpdcp._base._config_schema import RENAMED, all_keys, known_keys
 from hpdcp._base._config_tree import Tree, found_in, merge, with_origin
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._base.renames import warn_renamed
+from hpdcp._base.timing import log_once
 
 DEFAULT_FILE: Final = "~/.config/hpdcp/hpdcp.toml"
 
 _NOT_KEYS: Final = ("HPDCP_CONFIG", "HPDCP_RUN_ID", "HPDCP_TRACE")
+_TABLES: Final = ("routes", "backends", "layouts")
+_OF_TABLES: Final = ("HPDCP_BACKEND_", "HPDCP_BACKENDS_", "HPDCP_LAYOUTS_", "HPDCP_S3_", "HPDCP_NFS_", "HPDCP_LOCAL_")
+"""How variables begin that were meant for a backend's or a layout's table."""
 _NOT_KEY_PREFIX: Final = "HPDCP_TEST_"
 
 OVERRIDES: Final[ContextVar[tuple[Tree, ...]]] = ContextVar("hpdcp_config_overrides", default=())
@@ -28,7 +34,7 @@ def merged_layers() -> Tree:
     """What is set here and now, and where each of it was.
 
     Raises:
-        InvalidArgumentError: the file cannot be read, or a variable has no key in its name.
+        InvalidArgumentError: the file cannot be read, or a variable has an empty part.
     """
     tree: Tree = {}
     for layer in (_file_layer(), _environment_layer(), *OVERRIDES.get()):
@@ -62,6 +68,18 @@ def _file_layer() -> Tree:
         raise InvalidArgumentError(
             f"HPDCP_CONFIG={named}: expected a TOML file, found none. Correct the path, or unset the variable."
         ) from None
+    except PermissionError as error:
+        if named is not None:
+            raise InvalidArgumentError(
+                f"HPDCP_CONFIG={named}: this user may not read it ({error.strerror}). Correct the path or its "
+                "permissions, or unset the variable."
+            ) from error
+        log_once(
+            logging.WARNING,
+            f"{path}: this user may not read it ({error.strerror}): hpdcp goes on without it. An empty HPDCP_CONFIG "
+            "says that no file is meant.",
+        )
+        return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidArgumentError(
             f"{path}: expected a readable TOML file of hpdcp's configuration; found: {error}"
@@ -83,16 +101,32 @@ def _environment_layer() -> Tree:
         origin = f"environment variable {variable}"
         path = variable.removeprefix("HPDCP_").lower().split("__")
         value: object = os.environ[variable]
+        if path[0] not in all_keys() and path[0] not in RENAMED:
+            _warn_unknown(variable)
+            continue
         if "" in path:
             raise InvalidArgumentError(
                 f"{origin}: expected HPDCP_KEY, or HPDCP_KEY__KEY for nested keys; found an empty part. {known_keys()}"
             )
-        if path[0] in ("routes", "backends", "layouts"):
+        if path[0] in _TABLES:
             value = _json_or_text(os.environ[variable])
         for part in reversed(path[1:]):
             value = {part: value}
         merge(tree, with_origin({path[0]: value}, origin))
     return tree
+
+
+def _warn_unknown(variable: str) -> None:
+    """Say once that a variable means nothing here: it may be a newer version's, or the user's own."""
+    meant = [f"HPDCP_{key.upper()}" for key in all_keys()]
+    near = difflib.get_close_matches(variable, [*meant, *_NOT_KEYS], n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    if variable.startswith(_OF_TABLES):
+        hint = " Parts of a key are told apart by two underscores: HPDCP_BACKENDS__S3__COALESCE_GAP."
+    log_once(
+        logging.WARNING,
+        f"environment variable {variable}: hpdcp has no such setting, and ignores it.{hint} {known_keys()}",
+    )
 
 
 def _json_or_text(text: str) -> object:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 
 from hpdcp._base._config_kinds import Kind, choice, flag, name, seconds, size_or_auto
 from hpdcp._base._config_tree import overlay
+from hpdcp._base._masking import masked
 from hpdcp._base.renames import warn_renamed
 
 When: TypeAlias = Literal["auto", "always", "never"]
@@ -23,6 +24,9 @@ class BackendSettings:
     """Keyword arguments of the backend's constructor, which checks them; sizes with a unit are numbers by now."""
     storage_options: Mapping[str, object] = field(default_factory=dict)
     """Handed to fsspec untouched. Secrets are better kept in fsspec's own configuration."""
+
+    def __repr__(self) -> str:
+        return f"BackendSettings({masked('', {**self.tunables, 'storage_options': self.storage_options})})"
 
     def over(self, below: BackendSettings) -> BackendSettings:
         """These settings, completed key by key with those of `below`."""
@@ -42,6 +46,9 @@ class Route:
     """Name of the backend; `auto` leaves the choice to the scheme or file system, and only `options` apply."""
     options: BackendSettings = field(default_factory=BackendSettings)
     """Laid over `[backends.NAME]`: tunables, and `storage_options`."""
+
+    def __repr__(self) -> str:
+        return f"Route(prefix={masked('prefix', self.prefix)}, backend={self.backend!r}, options={self.options!r})"
 
     def matches(self, url: str) -> bool:
         """Whether `url`, in the same form as the prefix (absolute path, or with its scheme), lies under it."""
@@ -98,6 +105,11 @@ class Config:
     layouts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """`[layouts.NAME]` tables: how a layout saves, such as `compressor = "zstd"` under `[layouts.zarr]`. Default
     none."""
+
+    def __repr__(self) -> str:
+        shown = {each.name: getattr(self, each.name) for each in fields(self)}
+        layouts = f"layouts={masked('layouts', shown.pop('layouts'))}"
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in shown.items())}, {layouts})"
 
     def route_for(self, url: str) -> Route | None:
         """The route with the longest prefix that matches `url`, the earlier of two equal ones; None without any."""

@@ -1,19 +1,11 @@
-"""Values of settings as they may be shown: what looks like a secret is masked."""
+"""Values of settings as they may be shown: text under a name that is not known to be harmless is masked."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from typing import Final
 
-from hpdcp._base._storage_errors import without_password
-
-_SECRET: Final = re.compile(
-    r"secret|token|pass(w|phrase)|credential|sas|connection_?string|authorization|cookie|(^|_)p?key($|_id$)|api_?key"
-    r"|account_?key|customer_?key",
-    re.IGNORECASE,
-)
+from hpdcp._base._secrets import may_be_shown, scrubbed
 
 
 def masked(key: str, value: object) -> str:
@@ -27,9 +19,9 @@ def cleaned(key: str, value: object) -> object:
         return {str(name): cleaned(str(name), entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [cleaned(key, entry) for entry in value]
-    if isinstance(value, (str, bytes)) and _SECRET.search(key):
+    if not may_be_shown(key, value):
         return "***"
-    return without_password(value) if isinstance(value, str) else value
+    return scrubbed(value) if isinstance(value, str) else value
 
 
 def _text(value: object) -> str:

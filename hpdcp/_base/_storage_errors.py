@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from typing import Final
 
 from hpdcp._base._byte_ranges import ByteRange
+from hpdcp._base._secrets import masked_url
 from hpdcp._base.errors import KeyExistsError, KeyNotFoundError, KeyTruncatedError, StorageError
 
 
@@ -15,12 +15,9 @@ def without_password(url: str) -> str:
     """`url` as messages may show it.
 
     >>> without_password("ftp://me:secret@host/run"), without_password("s3://bucket/a:b@c")
-    ('ftp://me:***@host/run', 's3://bucket/a:b@c')
+    ('ftp://***@host/run', 's3://bucket/a:b@c')
     """
-    return _PASSWORD.sub(r"\1***\2", url)
-
-
-_PASSWORD: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^/:@]*:)[^/]*(@)")
+    return masked_url(url)
 
 
 def truncated(key: str, url: str, range_: ByteRange, size: int) -> KeyTruncatedError:

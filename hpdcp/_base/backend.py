@@ -15,6 +15,7 @@ from typing import ClassVar, Self
 
 from hpdcp._base._byte_ranges import ByteRange, Fetch, as_bytes, checked_buffers, fetches
 from hpdcp._base._keys import TEMPORARY_PREFIX, can_be_key, checked_key
+from hpdcp._base._secrets import remember as remember_secrets
 from hpdcp._base._storage_errors import storage_error, truncated, without_password
 from hpdcp._base.threads import spare_cores
 
@@ -33,6 +34,7 @@ __all__ = [
     "spare_cores",
     "storage_error",
     "truncated",
+    "remember_secrets",
     "without_password",
 ]
 

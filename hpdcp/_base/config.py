@@ -13,7 +13,9 @@ The first that says something about a key decides it:
 Tables under `backends` and `layouts` are merged key by key, through all four; `routes` is taken whole from the first
 that has any. Durations are seconds. Sizes are bytes, as a number or as text with a unit: `"512MiB"` is 512 x 2^20,
 `"512MB"` is 512 x 10^6. An unknown key, or a value that does not fit, raises `InvalidArgumentError` naming where it was
-found. A key that was renamed goes on working under its earlier name, with one warning for each place.
+found; a variable of the environment that is no key is ignored, with one warning, and so is a file that this user may
+not read, unless `HPDCP_CONFIG` names it. A key that was renamed goes on working under its earlier name, with one
+warning for each place.
 
 `HPDCP_CONFIG`, `HPDCP_RUN_ID` (names a run, for saves without collectives), `HPDCP_TRACE` (see `hpdcp.timing`) and
 everything that begins with `HPDCP_TEST_` are not configuration keys.
@@ -65,6 +67,9 @@ class Setting(NamedTuple):
     """Dotted, as in `backends.s3.coalesce_gap`; `routes[0]` for the first route."""
     value: object
     origin: str
+
+    def __repr__(self) -> str:
+        return f"Setting(key={self.key!r}, value={self.shown}, origin={self.origin!r})"
 
     @property
     def shown(self) -> str:

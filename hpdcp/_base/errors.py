@@ -37,13 +37,18 @@ text (`rebuild`), and none needs pickle.
 
 from __future__ import annotations
 
+from hpdcp._base._secrets import scrubbed
+
 
 class HpdcpError(Exception):
     """Base of every error that hpdcp raises on purpose; made from one message."""
 
     def __str__(self) -> str:
         # KeyError and OSError print their arguments in ways of their own; a message is a message.
-        return str(self.args[0]) if self.args else ""
+        return scrubbed(str(self.args[0])) if self.args else ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
 
 
 class InvalidArgumentError(HpdcpError, ValueError):

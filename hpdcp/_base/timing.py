@@ -30,6 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, ParamSpec, TextIO, TypeVar
 
+from hpdcp._base._secrets import scrubbed
 from hpdcp._base.errors import InvalidArgumentError
 
 P = ParamSpec("P")
@@ -63,7 +64,7 @@ def current_rank() -> int:
 
 def log_message(level: int, text: str) -> None:
     """Log `text` on the logger `hpdcp`; under `HP_LOG_CONFIG` it is printed in the format of the stage lines."""
-    _LOGGER.log(level, text)
+    _LOGGER.log(level, scrubbed(text))
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -32,7 +32,7 @@ class Location:
     """A path of this host or a URL, as `registry.resolve_checkpoint_id` gives it."""
     backend: str | None = None
     """A name that goes before the configuration's."""
-    storage_options: Options = None
+    storage_options: Options = field(default=None, repr=False)
     """For fsspec, untouched."""
 
     @classmethod

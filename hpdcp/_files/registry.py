@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from hpdcp._base import config
-from hpdcp._base.backend import Backend, without_password
+from hpdcp._base.backend import Backend, remember_secrets, without_password
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 from hpdcp._base.locations import FSSPEC_WRAPPERS, LOCAL_SCHEMES, local_path, split_scheme
 from hpdcp._base.mounts import is_nfs
@@ -116,6 +116,7 @@ def open_backend(url: str, *, name: str | None = None, storage_options: Mapping[
     options = settings.settings_for(wanted, url)
     build: Callable[..., Backend] = _find(wanted, "backend", _BACKENDS, "hpdcp.backends")
     merged = {**options.storage_options, **(storage_options or {})}
+    remember_secrets({**merged, **options.tunables})
     _refuse_unknown_tables("backend", settings.backends, _BACKENDS)
     if not options.tunables and not options.storage_options:
         return build(url, storage_options=merged)

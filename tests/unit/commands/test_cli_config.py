@@ -79,7 +79,7 @@ def test_values_of_the_document_are_values(file: Path, command: Command) -> None
     assert found["backends.s3.storage_options.client_kwargs"] == {
         "aws_secret_access_key": "***", "since": "2026-01-01", "limit": "inf",
     }  # fmt: skip
-    assert found["routes[0]"] == {"prefix": "s3://user:***@b", "backend": "auto", "options": {}}
+    assert found["routes[0]"] == {"prefix": "s3://***@b", "backend": "auto", "options": {}}
     assert "tell-nobody" not in command("config", "show").out
 
 
