@@ -21,6 +21,7 @@ from hpdcp._base.errors import (
     NotSupportedError,
     UnsupportedFormatError,
 )
+from hpdcp._base.saves_in_flight import wait_for_saves_to
 from hpdcp._base.timing import log_message
 from hpdcp._files import registry
 from hpdcp._files.foreign import files_explained, recognise_folder
@@ -106,6 +107,7 @@ class FileSystemReader(StorageReader):
         return self._backend
 
     def load_metadata(self) -> Metadata:
+        wait_for_saves_to(self.backend.url)
         with files_explained(self.backend.url):
             data = read_or_none(self.backend, METADATA)
         if data is not None:

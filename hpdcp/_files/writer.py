@@ -11,6 +11,7 @@ from typing import Any
 from hpdcp._base import arguments, config, progress
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
+from hpdcp._base.saves_in_flight import wait_for_saves_to
 from hpdcp._files import registry
 from hpdcp._files._rank_commit import RankAttempt
 from hpdcp._files.commit import Attempt
@@ -146,6 +147,8 @@ class FileSystemWriter(StorageWriter):
 
     def begin(self, metadata: Metadata) -> bytes:
         save = self._current
+        # One that was called earlier and publishes later would replace what this one saves.
+        wait_for_saves_to(save.backend.url)
         roots = save.layout.roots([metadata.entries])
         if save.context.collective:
             save.attempt = Attempt.begin(save.backend, save.identity.attempt, roots)

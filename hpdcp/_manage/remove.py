@@ -24,6 +24,7 @@ from typing import Any
 from hpdcp._base.arguments import require_flags
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import StorageError, SupersededError
+from hpdcp._base.saves_in_flight import wait_for_saves_to
 from hpdcp._files import registry
 from hpdcp._files.lease import SILENT_SECONDS, Lease
 from hpdcp._files.publish import read_or_none
@@ -66,6 +67,7 @@ def remove_checkpoint(
     require_flags(force=force, dry_run=dry_run)
     url = registry.resolve_checkpoint_id(checkpoint_id)
     with closing(registry.open_backend(url, name=backend, storage_options=storage_options)) as opened:
+        wait_for_saves_to(opened.url)
         contents = FolderContents.look(opened, force=force)
         planned = contents.plan()
         if not force:
