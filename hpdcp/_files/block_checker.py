@@ -14,7 +14,8 @@ class BlockChecker:
     def __init__(self, backend: Backend, *, partial_blocks: bool) -> None:
         self._backend = backend
         self._partial_blocks = partial_blocks
-        self._checked: set[tuple[str, int, int]] = set()
+        self._checked: set[tuple[str, int, int, int]] = set()
+        """(key, first byte, byte past the last, checksum): two rows may record the same bytes, and not alike."""
 
     def check(self, stored: StorageInfo, fqn: str, start: int, data: memoryview) -> None:
         """Check `data`, which is what the extent holds from byte `start` of it on.
@@ -27,7 +28,8 @@ class BlockChecker:
         stop = start + len(data)
         for block in blocks_between(start, stop):
             low, high = block_span(block, stored.length)
-            if (stored.key, stored.offset, block) in self._checked:
+            compared = (stored.key, stored.offset + low, stored.offset + high, stored.checksums[block])
+            if compared in self._checked:
                 continue
             if start <= low and high <= stop:
                 found = checksum(data[low - start : high - start])
@@ -43,4 +45,4 @@ class BlockChecker:
                     f"{stored.offset + high}, of {fqn!r}, have checksum {found:08x}, recorded was "
                     f"{stored.checksums[block]:08x}. Load another checkpoint; targets read so far are undefined."
                 )
-            self._checked.add((stored.key, stored.offset, block))
+            self._checked.add(compared)

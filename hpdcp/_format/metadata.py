@@ -27,6 +27,7 @@ from hpdcp._format._records import (
     StorageInfo,
     TensorStorageMetadata,
 )
+from hpdcp._format._seal import UNSEALED, has_seal, is_intact, sealed
 from hpdcp._format._soundness import MOST_RANKS, check_columns, check_entries
 from hpdcp._format._storage_table import StorageTable
 from hpdcp._format.columns import ChunkTable, EntryKind, EntryTable
@@ -54,10 +55,15 @@ __all__ = [
 ]
 
 FORMAT_NAME: Final = "hpdcp"
-FORMAT_VERSION: Final = (1, 0)
+FORMAT_VERSION: Final = (1, 1)
 """(major, minor) of what this version writes; a newer major is refused, a newer minor is read."""
 NO_CHECKSUMS: Final = "none"
 """The setting `checksums` where nobody recorded any: then no extent has one, instead of one for each block."""
+
+_CHECKSUM_SINCE: Final = 1
+"""The minor version from which on the whole file has a checksum."""
+_CONTAINER_SETTINGS: Final = frozenset({"checksum", "format", "version"})
+"""Settings in the file that are about the file."""
 
 _ALIAS: Final = int(EntryKind.ALIAS)
 """A number, since looking up a member and comparing it with numpy's takes 5 us, several times for every tensor."""
@@ -151,29 +157,32 @@ class Metadata:
         return replace(self, storage=storage, settings={**self.settings, **settings})
 
     def to_bytes(self) -> bytes:
-        """The metadata file: a safetensors container of columns."""
+        """The metadata file: a safetensors container of columns, with a checksum over all of it."""
         columns = {**self.entries.to_columns(), **self.chunks.to_columns(), **self.storage.to_columns()}
         version = ".".join(map(str, FORMAT_VERSION))
-        return pack_columns(columns, {"format": FORMAT_NAME, "version": version, **self.settings})
+        about = {"checksum": UNSEALED, "format": FORMAT_NAME, "version": version}
+        return sealed(pack_columns(columns, {**about, **self.settings}))
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, where: str) -> Metadata:
         """Read a metadata file; nothing in it is executed.
 
         Raises:
-            CorruptCheckpointError: not a container, or its columns contradict each other; names `where`.
+            CorruptCheckpointError: not a container, not what its checksum says, or its columns contradict each other;
+                names `where`.
             UnsupportedFormatError: a newer major version, or another program's file.
         """
         if is_pickle(data):
             raise UnsupportedFormatError(f"{where} was not written by hpdcp: it is {told_by(data)}. {TORCH_READS}")
         columns, settings = unpack_columns(data, where=where)
         check_format(settings, where=where)
+        _check_seal(data, settings, where=where)
         try:
             metadata = cls(
                 EntryTable.from_columns(columns),
                 ChunkTable.from_columns(columns),
                 StorageTable.from_columns(columns),
-                {key: value for key, value in settings.items() if key not in ("format", "version")},
+                {key: value for key, value in settings.items() if key not in _CONTAINER_SETTINGS},
             )
             check_columns(metadata.entries, metadata.chunks, metadata.storage, has_checksums=metadata.has_checksums)
             check_entries(metadata.entries, metadata.chunks, metadata.settings, metadata.find)
@@ -194,6 +203,19 @@ def check_format(settings: Mapping[str, str], *, where: str) -> None:
         raise UnsupportedFormatError(
             f"{where} has format version {version!r}; this hpdcp reads up to {FORMAT_VERSION[0]}.x. "
             "Upgrade hpdcp to read it."
+        )
+
+
+def _check_seal(data: bytes | memoryview, settings: Mapping[str, str], *, where: str) -> None:
+    """Refuse a file in which any bit is not as it was written, where its version has a checksum."""
+    if has_seal(data):
+        sound = is_intact(data)
+    else:
+        _, _, minor = settings["version"].partition(".")
+        sound = minor.isdigit() and int(minor) < _CHECKSUM_SINCE
+    if not sound:
+        raise CorruptCheckpointError(
+            f"{where} is damaged: it is not what its checksum says it was. Load an earlier checkpoint."
         )
 
 

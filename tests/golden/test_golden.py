@@ -15,17 +15,19 @@ from hpdcp._format.metadata import Metadata, PerRankStorageMetadata, TensorStora
 from tests.golden import values
 
 HERE = Path(__file__).parent
-TOGETHER = HERE / "version_1" / "together"
-"""All of `make_golden.state`, saved by two ranks as one."""
-APART = HERE / "version_1" / "apart"
-"""The model and the ranks' own state, saved by two ranks without collectives."""
+VERSIONS = {"version_1": "1.0", "version_1_1": "1.1"}
+"""Folders, and the format that each holds: `together` is all of `make_golden.state`, saved by two ranks as one, and
+`apart` the model and the ranks' own state, saved by two ranks without collectives."""
 
 
-@pytest.fixture(params=[TOGETHER, APART], ids=lambda folder: folder.name)
+@pytest.fixture(params=VERSIONS)
+def together(request: pytest.FixtureRequest) -> Path:
+    return HERE / str(request.param) / "together"
+
+
+@pytest.fixture(params=[f"{version}/{kind}" for version in VERSIONS for kind in ("together", "apart")])
 def folder(request: pytest.FixtureRequest) -> Path:
-    found = request.param
-    assert isinstance(found, Path)
-    return found
+    return HERE / str(request.param)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -53,7 +55,7 @@ def expected_tensors(folder: Path) -> dict[str, Any]:
             "chunked": values.chunked(),
         }
     }
-    if folder == APART:
+    if folder.name == "apart":
         return model
     return model | {
         "dtypes": {name: values.of_dtype(name) for name in values.DTYPES},
@@ -72,9 +74,9 @@ def test_every_tensor_loads_bit_for_bit(folder: Path) -> None:
             assert bits(target[group][name]) == bits(tensor), (group, name)
 
 
-def test_a_tensor_without_elements_is_on_record() -> None:
-    hpdcp.load({"empty": torch.empty(0, 3, dtype=torch.int32)}, checkpoint_id=TOGETHER)
-    record = Metadata.from_bytes((TOGETHER / METADATA).read_bytes(), where="golden").state_dict_metadata["empty"]
+def test_a_tensor_without_elements_is_on_record(together: Path) -> None:
+    hpdcp.load({"empty": torch.empty(0, 3, dtype=torch.int32)}, checkpoint_id=together)
+    record = Metadata.from_bytes((together / METADATA).read_bytes(), where="golden").state_dict_metadata["empty"]
     assert record == TensorStorageMetadata("int32", (0, 3), ())
 
 
@@ -89,9 +91,9 @@ def test_any_slice_loads(folder: Path) -> None:
         assert bits(part) == bits(whole[1:3, 1:]), name
 
 
-def test_every_python_value_loads_with_its_type() -> None:
+def test_every_python_value_loads_with_its_type(together: Path) -> None:
     target: dict[str, Any] = {"values": None}
-    hpdcp.load(target, checkpoint_id=TOGETHER)
+    hpdcp.load(target, checkpoint_id=together)
     expected = values.values()
     found = target["values"]
     assert list(found) == list(expected)
@@ -117,9 +119,9 @@ def test_checksums_hold(folder: Path) -> None:
     hpdcp.load({"model": expected_tensors(folder)["model"], "rng": hpdcp.PerRank.all()}, storage_reader=reader)
 
 
-def test_the_metadata_reads_as_it_was_recorded() -> None:
-    data = (TOGETHER / METADATA).read_bytes()
-    assert b'"format":"hpdcp","version":"1.0"' in data
+def test_the_metadata_reads_as_it_was_recorded(together: Path) -> None:
+    data = (together / METADATA).read_bytes()
+    assert f'"format":"hpdcp","version":"{VERSIONS[together.parent.name]}"'.encode() in data
     metadata = Metadata.from_bytes(data, where="golden")
     assert metadata.world_size == values.WORLD and metadata.settings["layout"] == "safetensors"
     record = metadata.state_dict_metadata["model.rows"]
@@ -129,4 +131,4 @@ def test_the_metadata_reads_as_it_was_recorded() -> None:
     assert isinstance(tied, TensorStorageMetadata) and tied.alias_of == "model.also tied"
     assert isinstance(metadata.state_dict_metadata["rng.state"], PerRankStorageMetadata)
     for name, size in metadata.files.items():
-        assert (TOGETHER / name).stat().st_size == size
+        assert (together / name).stat().st_size == size

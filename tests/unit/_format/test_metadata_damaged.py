@@ -16,6 +16,7 @@ import torch
 
 import hpdcp
 from hpdcp._base.errors import CorruptCheckpointError, HpdcpError, UnsupportedFormatError
+from hpdcp._format._seal import UNSEALED, sealed
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import Metadata
@@ -108,8 +109,9 @@ def forge(sound: bytes, change: Callable[[Columns, dict[str, str]], None]) -> by
     columns, settings = unpack_columns(sound, where="the sound one")
     changed: Columns = {name: np.array(column) for name, column in columns.items()}
     facts = dict(settings)
+    facts["checksum"] = UNSEALED
     change(changed, facts)
-    return pack_columns(changed, facts)
+    return sealed(pack_columns(changed, facts))
 
 
 LARGEST = (1 << 63) - 1
