@@ -17,6 +17,7 @@ import torch
 
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 from hpdcp._devices._npu import NPU, check_torch_npu
+from hpdcp._devices.memory import memory_range
 
 _SUB_BYTE_NAMES: Final = [f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 8)]
 
@@ -72,7 +73,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
     Raises:
         InvalidArgumentError: the tensor is not on the host, not contiguous, or has its conjugate or negative bit set,
-            so that its memory is not its value. `to_host` gives one that is fit.
+            so that its memory is not its value. `to_host` gives one that is fit. Or its storage does not hold it.
     """
     if not is_host(tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise InvalidArgumentError(
@@ -88,7 +89,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     if length == 0:
         return memoryview(bytearray())
     # An address and a length know every dtype; torch's numpy bridge knows some.
-    block = (ctypes.c_ubyte * _power_of_two(length)).from_address(tensor.data_ptr())
+    block = (ctypes.c_ubyte * _power_of_two(length)).from_address(memory_range(tensor).start)
     block.owner = tensor  # type: ignore[attr-defined]  # the view keeps `block`, and this keeps the memory
     return memoryview(block).cast("B")[:length]
 
@@ -97,7 +98,11 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous host tensor with the same value: the tensor's own memory where it is fit, else a copy.
 
     Detached, with lazy conjugation and negation carried out. Blocks until a copy from a device is done.
+
+    Raises:
+        InvalidArgumentError: its storage does not hold it.
     """
+    memory_range(tensor)
     value = tensor.detach()
     if value.dtype in SUB_BYTE_DTYPES:
         return value.view(torch.uint8).cpu().contiguous().view(value.dtype)
@@ -116,8 +121,11 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
     `non_blocking`: it may return before the copy is done, on the current stream of the device.
 
     Raises:
-        InvalidArgumentError: a cast is asked for from or to a dtype narrower than a byte, for which torch has none.
+        InvalidArgumentError: a cast is asked for from or to a dtype narrower than a byte, for which torch has none; or
+            the storage of one of them does not hold it.
     """
+    memory_range(target)
+    memory_range(source)
     target, source = target.detach(), source.detach()
     if target.dtype in SUB_BYTE_DTYPES or source.dtype in SUB_BYTE_DTYPES:
         if target.dtype != source.dtype:

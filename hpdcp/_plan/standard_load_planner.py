@@ -17,6 +17,7 @@ from hpdcp._base.errors import (
 )
 from hpdcp._base.timing import log_message
 from hpdcp._devices import device
+from hpdcp._devices.memory import ReadOnlyMemory
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan._stored_names import StoredNames
@@ -28,6 +29,7 @@ from hpdcp._state.coverage import missing
 from hpdcp._state.dtypes import dtype_name, dtype_of, find_dtype
 from hpdcp._state.geometry import Box, relative
 from hpdcp._state.mismatches import Mismatch, Problems, listed
+from hpdcp._state.overlaps import has_shared_elements, shared_elements
 from hpdcp._state.paths import Path, build_tree, decode_path
 from hpdcp._state.scales import scale_beside, separated_codes
 from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards
@@ -73,6 +75,8 @@ class StandardLoadPlanner(LoadPlanner):
         self._values: list[tuple[_ObjectTarget, Any]] = []
         self._gathers: list[_Gather] = []
         self._casts: list[str] = []
+        self._read_only = ReadOnlyMemory()
+        self._filled_memory: list[tuple[str, LocalShards, torch.Tensor]] = []
         self._shareable: list[LoadTarget] = []
         self._absent: dict[str, Hashable] = {}
         self._separated = separated_codes(metadata.settings)
@@ -88,6 +92,7 @@ class StandardLoadPlanner(LoadPlanner):
         for leaf in self._tree.leaves:
             if leaf.owner is None or not any(leaf.path[: len(path)] == tuple(path) for path in gathered):
                 self._plan_leaf(leaf, filled)
+        self._check_apart()
         self._settle_absent({tie for tie, _ in filled})
         if self._allow_partial_load:
             self.not_loaded = self._problems.forgive(Mismatch.MISSING, Mismatch.HOLE)
@@ -114,7 +119,7 @@ class StandardLoadPlanner(LoadPlanner):
         try:
             shards = local_shards(target, key=leaf.fqn)
             for tensor in shards.tensors:
-                _check_fillable(tensor, leaf.fqn)
+                self._check_fillable(tensor, leaf.fqn)
         except UnsupportedTypeError as error:
             self._problems.add(Mismatch.REFUSED, leaf.fqn, str(error))
             return
@@ -142,6 +147,8 @@ class StandardLoadPlanner(LoadPlanner):
             if (tie, self._metadata.resolve(row)) in filled:
                 return
             filled.add((tie, self._metadata.resolve(row)))
+        if shards.chunks:
+            self._filled_memory += [(leaf.fqn, shards, tensor) for tensor in shards.tensors]
         for chunk in shards.chunks:
             index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
             self._targets[index] = (shards, chunk)
@@ -156,6 +163,31 @@ class StandardLoadPlanner(LoadPlanner):
                 reached = on_device or device.is_host(memory)
                 direct = reached and memory.is_contiguous() and not (memory.is_conj() or memory.is_neg())
                 self._shareable.append(LoadTarget(index, dtype_name(shards.dtype), direct, on_device))
+
+    def _check_fillable(self, tensor: torch.Tensor, fqn: str) -> None:
+        if has_shared_elements(tensor):
+            raise UnsupportedTypeError(
+                f"{fqn!r} is an expanded or overlapping view, several elements of which share memory"
+            )
+        if self._read_only.holds(tensor):
+            raise UnsupportedTypeError(
+                f"{fqn!r} lies in memory that may only be read, such as a file mapped by numpy with mode 'r'. Load "
+                "into a copy of it, or map the file with mode 'r+'"
+            )
+
+    def _check_apart(self) -> None:
+        """Note targets that overlap in memory, of which the one that is filled last would win."""
+        for pair in shared_elements([tensor for _, _, tensor in self._filled_memory]):
+            (one, shards, tensor), (other, other_shards, other_tensor) = (self._filled_memory[n] for n in pair)
+            # The same memory for the same boxes is a tie, whatever placements it has.
+            if shards.chunks == other_shards.chunks and tie_key(tensor) == tie_key(other_tensor):
+                continue
+            self._problems.add(
+                Mismatch.REFUSED,
+                one,
+                f"{one!r} and {other!r} overlap in memory, and one would be filled over the other. Give "
+                "each its own memory, or name one of them only",
+            )
 
     def _settle_absent(self, filled: set[Any]) -> None:
         """A name that is not stored is no loss where its memory is another target's, which is filled: of weights that a
@@ -357,11 +389,6 @@ def _read_item(index: MetadataIndex, dest: Box, storage_row: int, have: Box, par
     return ReadItem(
         index, storage_row, relative(part, dest).offsets, relative(part, have).offsets, part.sizes, EntryKind.TENSOR
     )
-
-
-def _check_fillable(tensor: torch.Tensor, fqn: str) -> None:
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise UnsupportedTypeError(f"{fqn!r} is an expanded tensor, several elements of which share memory")
 
 
 def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:

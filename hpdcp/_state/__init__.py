@@ -11,6 +11,7 @@ where the leaves were. Asks no other rank and touches no storage.
     `box_index`   which of many boxes meet one
     `sharding`    the chunks that a rank holds of a tensor
     `ragged`      placements that divide unevenly
+    `overlaps`    which tensors share elements in memory
     `ties`        which tensors are the same memory
     `views`       a box of a tensor in its own memory
     `dtypes`      torch's dtypes by name

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.parameter import is_lazy
 
-from hpdcp._base.errors import UnsupportedTypeError
+from hpdcp._base.errors import InvalidArgumentError, UnsupportedTypeError
+from hpdcp._devices.memory import memory_range
 
 
 def dense(tensor: torch.Tensor, key: str) -> torch.Tensor:
@@ -23,6 +24,10 @@ def dense(tensor: torch.Tensor, key: str) -> torch.Tensor:
         or tensor.is_neg()
     ):
         raise UnsupportedTypeError(_refusal(tensor, key))
+    try:
+        memory_range(tensor)
+    except InvalidArgumentError as error:
+        raise UnsupportedTypeError(f"{key}: {error}") from None
     return tensor.detach() if standard else tensor.as_subclass(torch.Tensor).detach()
 
 

@@ -35,12 +35,15 @@ def _view_key(tensor: torch.Tensor) -> Hashable:
     plain = type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not plain or is_lazy(tensor) or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
         return None
-    if not tensor.numel():
+    try:
+        address = tensor.data_ptr() if tensor.numel() else 0
+    except RuntimeError:
+        return None
+    if not address:
         return None
     return (
         tensor.device,
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
+        address,
         tensor.shape,
         tensor.stride(),
         tensor.dtype,
