@@ -6,7 +6,8 @@
 
 The one file, or the index, is what makes the folder whole; it is written last and in one step. An export that is there
 already stays as it is until then, and its files are removed after it. Only where both have the same number of shards
-would new files take the names of old ones: that is refused, unless the old index may be removed first.
+would new files take the names of old ones: that is refused, unless the old index may be removed first. Of two exports
+at a time, the second is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hpdcp._base.errors import (
 )
 from hpdcp._base.timing import log_message
 from hpdcp._comm.exchange import Exchange
+from hpdcp._convert._export_lease import ExportLease
 from hpdcp._convert._export_plan import ExportFile, ExportPlan
 from hpdcp._files.huggingface_folder import INDEX, WEIGHTS
 from hpdcp._files.publish import publish_or_doubt, read_or_none
@@ -65,12 +67,14 @@ class Export:
         self._overwrite = overwrite
         self._write_auxiliary = write_auxiliary
         self._written: list[str] = []
+        self._lease: ExportLease | None = None
 
     def write(self, contents: FileContents) -> None:
         """Write it all; every rank returns when the folder is whole, or raises.
 
         Raises:
-            CheckpointExistsError: an older export is in the way; nothing was changed.
+            CheckpointExistsError: an older export is in the way, or another one is writing there; nothing was changed.
+            SupersededError: another one was begun there meanwhile; this one published nothing.
             InvalidArgumentError: ranks were given different things to export.
             HpdcpError: on every rank; what was written is removed, and an older export is as it was.
         """
@@ -81,6 +85,14 @@ class Export:
                 f"ranks were given different tensors to export to {self._backend.url}: give all of them the same "
                 "arguments, and a name_map that answers alike."
             )
+        try:
+            self._write_leased(contents)
+        finally:
+            if self._lease is not None and exchange.is_coordinator:
+                self._lease.release()
+
+    def _write_leased(self, contents: FileContents) -> None:
+        exchange = self._exchange
         exchange.agree("preparing the export", self._prepare if exchange.is_coordinator else lambda: None)
         try:
             exchange.agree("writing the export", lambda: self._write_files(contents))
@@ -98,6 +110,7 @@ class Export:
 
     def _prepare(self) -> None:
         self._backend.prepare()
+        self._lease = ExportLease.acquire(self._backend)
         named = self._named_by_old_index() if self._plan.is_sharded else set()
         taken = sorted(named & {file.key for file in self._plan.files})
         if taken and not self._overwrite:
@@ -124,16 +137,20 @@ class Export:
             return {info.key for info in self._backend.list_keys() if _SHARD.fullmatch(info.key)}
 
     def _write_files(self, contents: FileContents) -> None:
+        lease = self._lease = self._lease or ExportLease.of_coordinator(self._backend)
         for file in self._plan.shares(self._exchange.world_size)[self._exchange.rank]:
 
             def buffers(file: ExportFile = file) -> Iterator[memoryview]:
                 yield memoryview(file.header)
                 yield from contents(file)
+                lease.check()  # before the store completes the file under its name
 
             self._backend.write(file.key, buffers(), size=file.size, exclusive=False)
             self._written.append(file.key)
 
     def _complete(self) -> None:
+        assert self._lease is not None
+        self._lease.check()
         if self._plan.is_sharded:
             self._write_auxiliary()
             publish_or_doubt(self._backend, INDEX, self._plan.index)
@@ -159,7 +176,9 @@ class Export:
         if not self._plan.is_sharded:
             return  # its one file was written in one step or not at all
         try:
-            self._backend.delete(self._written)
+            if self._lease is not None and self._written:
+                self._lease.check()  # else they may be another export's by now
+                self._backend.delete(self._written)
         except HpdcpError as left:
             error.add_note(f"What this rank had written could not be removed: {left}")
 

@@ -84,7 +84,7 @@ def convert_dcp_to_huggingface(
     Raises:
         InvalidArgumentError: nothing is left to export, names collide, contradicting arguments.
         UnsupportedTypeError: a dtype that the safetensors format cannot name; names the key, nothing was written.
-        CheckpointExistsError: an export is in the way; nothing was changed.
+        CheckpointExistsError: an export is in the way, or another is being written there; nothing was changed.
         CheckpointError, StorageError, RankFailedError: on every rank; what was there loads as before.
         NotSupportedError: huggingface_hub is not installed.
     """

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -18,7 +21,9 @@ from hpdcp._base.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
     StorageError,
+    SupersededError,
 )
+from hpdcp._convert._export_lease import LEASE
 from hpdcp._convert._export_plan import parse_size, plan_export
 from hpdcp._files.huggingface_folder import read_weights
 from hpdcp_backends.local import LocalBackend
@@ -133,6 +138,87 @@ def loaded_value(folder: Path) -> float | None:
     value = float(found["w0"][0])
     assert differing(weights(value), found) == []
     return value
+
+
+@pytest.mark.parametrize("shards", [SINGLE, TWO])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_exports_at_a_time_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, overwrite: bool
+) -> None:
+    """Both would write shards of the same names, and both would report success over a mixture."""
+    refused: list[str] = []
+    write = LocalBackend.write
+
+    def write_as_another_begins(
+        self: LocalBackend, key: str, buffers: Iterable[memoryview], *, size: int, exclusive: bool
+    ) -> None:
+        if not exclusive and not refused:
+            refused.append(key)
+            with pytest.raises(CheckpointExistsError, match="another export is writing there"):
+                export(tmp_path, 2, shards, overwrite=overwrite)
+        write(self, key, buffers, size=size, exclusive=exclusive)
+
+    monkeypatch.setattr(LocalBackend, "write", write_as_another_begins)
+    done = export(tmp_path, 1, shards)
+    assert refused
+    assert loaded_value(tmp_path) == 1
+    assert files_of(tmp_path) == {*done.files}
+
+
+@pytest.mark.parametrize("exclusively", [True, False])
+def test_an_export_whose_lease_another_one_took_publishes_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exclusively: bool
+) -> None:
+    """As where a lease was removed, or two began in one moment on a store that creates nothing exclusively."""
+    monkeypatch.setattr(LocalBackend, "conditional_create", exclusively)
+    write, taken = LocalBackend.write, list[str]()
+
+    def write_after_another(
+        self: LocalBackend, key: str, buffers: Iterable[memoryview], *, size: int, exclusive: bool
+    ) -> None:
+        if not exclusive and not taken:
+            taken.append(key)
+            (tmp_path / LEASE).unlink()
+            export(tmp_path, 2, TWO)
+        write(self, key, buffers, size=size, exclusive=exclusive)
+
+    monkeypatch.setattr(LocalBackend, "write", write_after_another)
+    with pytest.raises(SupersededError):
+        export(tmp_path, 1, TWO)
+    assert loaded_value(tmp_path) == 2
+
+
+def test_the_lease_of_a_process_that_was_killed_is_taken_over_and_a_live_one_s_is_not(tmp_path: Path) -> None:
+    held = (
+        "import sys, time; from hpdcp._convert._export_lease import *; from hpdcp_backends.local import *; "
+        "lease = ExportLease.acquire(LocalBackend(sys.argv[1])); print(flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", held, str(tmp_path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(CheckpointExistsError, match=f"of process {other.pid} on"):
+            export(tmp_path, 1, TWO)
+        other.kill()
+    export(tmp_path, 1, TWO)
+    assert loaded_value(tmp_path) == 1
+
+
+@pytest.mark.parametrize("held", [b"", b"{", b"[]", b'{"export": "x", "began": "soon"}', b'{"began": 1e999}'])
+def test_a_lease_that_cannot_be_read_is_somebody_s(tmp_path: Path, held: bytes) -> None:
+    (tmp_path / LEASE).write_bytes(held)
+    with pytest.raises(CheckpointExistsError, match=f"remove {LEASE}"):
+        export(tmp_path, 1, TWO)
+    assert files_of(tmp_path) == {LEASE}
+
+
+def test_a_lease_of_another_host_holds_for_a_day(tmp_path: Path) -> None:
+    lease = {"export": "x", "host": "far", "where": "there", "pid": 1, "started": "1"}
+    (tmp_path / LEASE).write_text(json.dumps(lease | {"began": time.time() - 23 * 3600}))
+    with pytest.raises(CheckpointExistsError, match="process 1 on 'far'"):
+        export(tmp_path, 1, TWO)
+    (tmp_path / LEASE).write_text(json.dumps(lease | {"began": time.time() - 25 * 3600}))
+    export(tmp_path, 1, TWO)
+    assert loaded_value(tmp_path) == 1
 
 
 @pytest.mark.parametrize("before", [None, SINGLE, TWO, THREE])
