@@ -90,7 +90,7 @@ class ZarrLayout(Layout):
     def arrange(
         self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
     ) -> tuple[Sequence[SavePlan], Metadata]:
-        return arrange(plans, metadata, locals_)
+        return arrange(plans, metadata)
 
     def roots(self, tables: Sequence[EntryTable]) -> frozenset[str]:
         found = {NODE}

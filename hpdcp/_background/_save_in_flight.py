@@ -10,6 +10,7 @@ from typing import Final
 
 from hpdcp._background._background_saves import SAVES
 from hpdcp._background._messages import Message
+from hpdcp._background._sampled import Sampled
 from hpdcp._background._save_job import SaveAnswer, SaveJob
 from hpdcp._background._staging import build_staged_state_dict
 from hpdcp._background._worker_client import WorkerClient
@@ -64,9 +65,12 @@ class SaveInFlight:
         failure: Exception | None = None
         try:
             self._submit()
-            while (message := self._worker.receive()).kind == "stage":
+            while (message := self._worker.receive()).kind in ("stage", "sample"):
                 try:
                     plan = SavePlan.from_bytes(message.payload)
+                    if message.kind == "sample":
+                        self._worker.send_samples(Sampled.of(planner, plan))
+                        continue
                     self._worker.send_wave(build_staged_state_dict(planner, plan, self._worker.arena))
                 except Exception as error:  # noqa: BLE001  # the worker must hear of it, so that it does not wait
                     failure = error

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpdcp._background._environment import CallEnvironment
 from hpdcp._background._messages import Message
+from hpdcp._background._sampled import Sampled
 from hpdcp._background._specs import PlannerSpec, WriterSpec
 from hpdcp._background._staging import StagedState
 from hpdcp._comm.exchange import Failed
@@ -71,6 +72,8 @@ class SaveJob:
     rest: SavePlan | None = None
     """What this rank holds beside `plan`, of the same names, where the trainer's plans have other ranks write it; None
     where `plan` is all."""
+    sampled: Sampled | None = None
+    """What is compared of `rest`."""
     failure: str = ""
     environment: CallEnvironment = dataclasses.field(default_factory=CallEnvironment)
     """In which it was called."""
@@ -83,6 +86,7 @@ class SaveJob:
             "plan": b"" if self.plan is None else self.plan.to_bytes(),
             "rest": b"" if self.plan is None or self.rest is None else self.rest.to_part(self.plan),
             "staged": b"" if self.staged is None else self.staged.to_bytes(),
+            "sampled": b"" if self.sampled is None else self.sampled.to_bytes(),
             "config": self.environment.config,
         }
         plans = [plan.to_bytes() for plan in self.cached]
@@ -127,6 +131,7 @@ class SaveJob:
             cached=[CachedPlan.from_bytes(data) for name, data in blobs.items() if name.startswith("cached.")],
             known=facts["known"],
             rest=SavePlan.from_part(blobs["rest"], plan) if plan is not None and blobs["rest"] else None,
+            sampled=Sampled.from_bytes(blobs["sampled"]) if blobs["sampled"] else None,
             failure=facts["failure"],
             environment=CallEnvironment(blobs["config"], facts["variables"], facts["search_path"], facts["umask"]),
         )

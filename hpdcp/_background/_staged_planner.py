@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hpdcp._background._arena import Segment, tensor_at
+from hpdcp._background._sampled import Sampled
 from hpdcp._background._staging import StagedState
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._base.splitting import batches
@@ -32,6 +33,8 @@ class StagedPlanner(SavePlanner):
         global_planner: makes the global plan, as the trainer's planner would.
         key: stands for the trainer's planner's `cache_key`.
         rest: what this rank holds beside that, of the same names, where earlier plans have others write it.
+        sampled: what is compared of `rest`.
+        sample: has the trainer take samples of what is asked for; None where all of it was staged at once.
         fetch: brings what is asked for in waves, of at most `wave_bytes`; None where all of it was staged at once.
         released: called when nothing more is asked for.
     """
@@ -43,6 +46,8 @@ class StagedPlanner(SavePlanner):
         key: Hashable | None,
         *,
         rest: SavePlan | None = None,
+        sampled: Sampled | None = None,
+        sample: Callable[[SavePlan], Sampled] | None = None,
         fetch: Fetch | None = None,
         wave_bytes: int = 0,
         released: Callable[[], None] = lambda: None,
@@ -53,6 +58,8 @@ class StagedPlanner(SavePlanner):
         self._rest = rest
         self.replanned = False
         """Whether the earlier plans that it was staged by turned out to be good on this rank only."""
+        self._sampled = {} if sampled is None else sampled.by_index()
+        self._sample = sample
         self._fetch = fetch
         self._wave_bytes = wave_bytes
         self._released = released
@@ -126,6 +133,13 @@ class StagedPlanner(SavePlanner):
                 part = tensor_at(self._memory[held], dtype, held.sizes)
                 return view_of_box(part, relative(wanted, box).offsets, wanted.sizes)
         raise InvalidArgumentError(f"the plan has an item that was not staged: {index}.")
+
+    def get_checksums(self, plan: SavePlan) -> list[tuple[int, ...]]:
+        if self._sample is not None:
+            return list(self._sample(plan).checksums) if len(plan) else []
+        known = [self._sampled.get(item.index) for item in plan.items]
+        staged = iter(super().get_checksums(plan.select(np.flatnonzero([crcs is None for crcs in known]))))
+        return [next(staged) if crcs is None else crcs for crcs in known]
 
     def get_bytes(self, item: WriteItem) -> bytes:
         return bytes(self._memory[item.index])

@@ -10,12 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hpdcp._background._arena import Arena
+from hpdcp._background._sampled import Sampled
 from hpdcp._background._staging import StagedState, build_staged_state_dict, with_copied_values
 from hpdcp._base.config import Config
 from hpdcp._engine.save import plan_key
+from hpdcp._format.metadata import MetadataIndex
 from hpdcp._plan.plan_cache import PLANS, CachedPlan
 from hpdcp._plan.planner import PlannerContext, SavePlanner
-from hpdcp._plan.replica_checks import SMALL_REPLICA_BYTES
+from hpdcp._plan.replica_rules import ALL, OFF, ReplicaRules
+from hpdcp._plan.samples import SAMPLE_BYTES
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.storage import StorageWriter
 
@@ -35,6 +38,8 @@ class Staging:
     """What this rank holds beside `plan`, where earlier plans have others write it."""
     wave_bytes: int = 0
     """Most that a wave may take; 0 where all was staged at once."""
+    sampled: Sampled | None = None
+    """What is compared of `rest`."""
 
 
 def stage(
@@ -55,32 +60,44 @@ def stage(
     planner_key = planner.cache_key() if context.collective else None
     key = None if planner_key is None else plan_key(writer, planner, planner_key)
     cached = [] if key is None else PLANS.find(key)
-    plan, rest = _needed(cached, config.check_replicas) if cached else (planner.build_local_plan(), None)
+    plan, rest = _needed(cached, ReplicaRules(config.check_replicas)) if cached else (planner.build_local_plan(), None)
     budget = _staging_budget(config, arena)
     if int(np.maximum(plan.nbytes, 0).sum()) <= budget:
-        return Staging(key, cached, plan, build_staged_state_dict(planner, plan, arena), rest)
+        sampled = _sampled(planner, cached, rest)
+        return Staging(key, cached, plan, build_staged_state_dict(planner, plan, arena), rest, sampled=sampled)
     # The worker asks for what it needs, so it must know of all there is, and how long each of it is.
     return Staging(key, cached, planner.build_local_plan() if cached else plan, wave_bytes=budget)
 
 
-def _needed(cached: Sequence[CachedPlan], check_replicas: str) -> tuple[SavePlan, SavePlan]:
-    """Of what this rank holds, what it writes by these plans or is asked to compare with others', and the rest."""
+def _needed(cached: Sequence[CachedPlan], rules: ReplicaRules) -> tuple[SavePlan, SavePlan]:
+    """Of what this rank holds, what it writes by these plans or compares all bytes of, and the rest."""
     local = SavePlan.from_bytes(cached[0].local)
     plans = [SavePlan.from_part(plan.part, SavePlan.from_bytes(plan.local)) for plan in cached]
-    most = {"off": -1, "small": SMALL_REPLICA_BYTES, "all": None}[check_replicas]
-    needed = rows_needed(local, plans, most)
+    modes = rules.modes(local.entries.fqns)[local.chunks.entry]
+    needed = rows_needed(local, plans, (modes == ALL) | ((local.nbytes <= SAMPLE_BYTES) & (modes != OFF)))
     return local.select(needed), local.select(np.setdiff1d(np.arange(len(local)), needed))
 
 
-def rows_needed(local: SavePlan, plans: Sequence[SavePlan], most: int | None) -> npt.NDArray[np.int64]:
-    """Items of `local` of which `plans` write something, or which are compared since they take at most `most` bytes."""
-    if most is None:
-        return np.arange(len(local), dtype=np.int64)
-    wanted = local.nbytes <= most
+def rows_needed(local: SavePlan, plans: Sequence[SavePlan], compared: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Items of `local` of which `plans` write something, which are `compared`, or whose length is not known."""
     asked = [*plans, *(plan.sent_plan() for plan in plans if plan.redistribution is not None)]
     names = {(index.fqn, index.owner) for plan in asked for index in (item.index for item in plan.items)}
     written = [(index.fqn, index.owner) in names for index in (item.index for item in local.items)]
-    return np.flatnonzero(wanted | np.array(written, dtype=np.bool_))
+    return np.flatnonzero(compared | (local.nbytes < 0) | np.array(written, dtype=np.bool_))
+
+
+def _sampled(planner: SavePlanner, cached: Sequence[CachedPlan], rest: SavePlan | None) -> Sampled | None:
+    """The samples of what is not staged, and what `cached` compare."""
+    if rest is None or not len(rest):
+        return None
+    wanted: set[MetadataIndex] = set()
+    for plan in cached:
+        local = SavePlan.from_bytes(plan.local)
+        compared = SavePlan.from_part(plan.part, local).compared
+        if compared is not None:
+            wanted.update(local.item(row).index for row in compared.rows[~compared.in_full].tolist())
+    rows = [row for row, item in enumerate(rest.items) if item.index in wanted]
+    return Sampled.of(planner, rest.select(np.array(rows, dtype=np.int64)))
 
 
 def _staging_budget(settings: Config, arena: Arena) -> int:

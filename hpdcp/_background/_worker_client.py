@@ -12,6 +12,7 @@ from typing import Any
 from hpdcp._background._arena import Arena
 from hpdcp._background._environment import signals_blocked, worker_variables
 from hpdcp._background._messages import Message, MessageSocket
+from hpdcp._background._sampled import Sampled
 from hpdcp._background._save_job import SaveJob
 from hpdcp._background._staging import StagedState
 from hpdcp._base.errors import WorkerDiedError
@@ -63,6 +64,10 @@ class WorkerClient:
     def send_wave(self, staged: StagedState) -> None:
         """Say where the items that it asked for lie; WorkerDiedError when it died."""
         self._send("staged", {}, staged.to_bytes())
+
+    def send_samples(self, sampled: Sampled) -> None:
+        """The checksums that it asked for; WorkerDiedError when it died."""
+        self._send("sampled", {}, sampled.to_bytes())
 
     def refuse_wave(self, reason: str) -> None:
         """Say why the items that it asked for could not be staged; WorkerDiedError when it died."""

@@ -147,6 +147,7 @@ def _save(
         cached=[plan for plan in staging.cached if plan.plan_id not in worker.plans],
         known=[plan.plan_id for plan in staging.cached],
         rest=staging.rest,
+        sampled=staging.sampled,
         failure="" if failure is None else f"{type(failure).__name__}: {failure}",
         environment=CallEnvironment.current(pickled_settings),
     )

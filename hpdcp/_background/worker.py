@@ -24,6 +24,7 @@ import torch
 from hpdcp._background._arena import Segment
 from hpdcp._background._environment import ignore_signals
 from hpdcp._background._messages import Message, MessageSocket
+from hpdcp._background._sampled import Sampled
 from hpdcp._background._save_job import Coordination, SaveAnswer, SaveJob
 from hpdcp._background._staged_planner import StagedPlanner
 from hpdcp._background._staging import StagedState
@@ -132,6 +133,8 @@ class Worker:
             job.planner.open(),
             job.key or None,
             rest=job.rest,
+            sampled=job.sampled,
+            sample=self._sample if job.staged is None else None,
             fetch=self._fetch_wave if job.staged is None else None,
             wave_bytes=job.wave_bytes,
             released=self._release if job.staged is None else lambda: None,
@@ -142,13 +145,21 @@ class Worker:
 
     def _fetch_wave(self, plan: SavePlan) -> tuple[StagedState, Sequence[Segment]]:
         """Have the trainer stage these items, while it waits in its call of `async_save`."""
-        self._trainer.send("stage", payload=plan.to_bytes())
-        message = self._received.get()
-        if message is None or message.kind != "staged":
-            reason = "it has ended" if message is None else str(message.facts.get("reason", ""))
-            raise StateDictError("the trainer could not stage the rest of its state: " + reason)
+        message = self._ask("stage", plan, "staged")
         self._add_segments(message)
         return StagedState.from_bytes(message.payload), self._segments
+
+    def _sample(self, plan: SavePlan) -> Sampled:
+        """Have the trainer take samples of these items, likewise."""
+        return Sampled.from_bytes(self._ask("sample", plan, "sampled").payload)
+
+    def _ask(self, kind: str, plan: SavePlan, answer: str) -> Message:
+        self._trainer.send(kind, payload=plan.to_bytes())
+        message = self._received.get()
+        if message is None or message.kind != answer:
+            reason = "it has ended" if message is None else str(message.facts.get("reason", ""))
+            raise StateDictError("the trainer could not stage the rest of its state: " + reason)
+        return message
 
     def _release(self) -> None:
         self._trainer.send("released")

@@ -45,9 +45,9 @@ def build_config(tree: Tree) -> Config:
 
 
 def _read(name: str, key: Kind, node: Node) -> object:
-    if isinstance(node, Given):
+    if isinstance(node, Given) or key.may_be_table:
         try:
-            return key.read(node.value)
+            return key.read(plain_value(node))
         except ValueError:
             raise _unfit(name, node, key.expected) from None
     raise _unfit(name, node, key.expected)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
+
+from hpdcp._base.renames import warn_renamed
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGTP])(i)?B|B)?", re.IGNORECASE)
 SIZE_WITH_UNIT: Final = re.compile(r"\d+(?:\.\d+)?\s*(?:[KMGTP]i?)?B", re.IGNORECASE)
@@ -45,6 +47,8 @@ class Kind:
     """In words, for messages and the reference."""
     read: Callable[[object], object]
     """The value meant; ValueError when it does not fit."""
+    may_be_table: bool = False
+    """Whether the value may be a table, which is read as a dict."""
 
 
 def choice(*allowed: str) -> Kind:
@@ -56,6 +60,29 @@ def choice(*allowed: str) -> Kind:
         return str(value)
 
     return Kind("one of " + ", ".join(repr(name) for name in allowed), read)
+
+
+def by_name(key: str, *allowed: str, renamed: Mapping[str, str]) -> Kind:
+    """One of these words, or a table from patterns of names to such words.
+
+    `renamed`: earlier words for some of them, which go on working, with a warning that names the `key`.
+    """
+
+    def read_word(value: object) -> str:
+        if isinstance(value, str) and value in renamed:
+            warn_renamed(f"{key} = {value!r}", f"{key} = {renamed[value]!r}")
+            value = renamed[value]
+        if value not in allowed:
+            raise ValueError(value)
+        return str(value)
+
+    def read(value: object) -> str | dict[str, str]:
+        if not isinstance(value, Mapping):
+            return read_word(value)
+        return {str(pattern): read_word(word) for pattern, word in value.items()}
+
+    words = ", ".join(repr(name) for name in allowed)
+    return Kind(f"one of {words}, or a table from patterns of names to these words", read, may_be_table=True)
 
 
 def name() -> Kind:

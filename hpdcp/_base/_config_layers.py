@@ -21,7 +21,7 @@ from hpdcp._base.timing import log_once
 DEFAULT_FILE: Final = "~/.config/hpdcp/hpdcp.toml"
 
 _NOT_KEYS: Final = ("HPDCP_CONFIG", "HPDCP_RUN_ID", "HPDCP_TRACE")
-_TABLES: Final = ("routes", "backends", "layouts")
+_TABLES: Final = ("routes", "backends", "layouts", "check_replicas")
 _OF_TABLES: Final = ("HPDCP_BACKEND_", "HPDCP_BACKENDS_", "HPDCP_LAYOUTS_", "HPDCP_S3_", "HPDCP_NFS_", "HPDCP_LOCAL_")
 """How variables begin that were meant for a backend's or a layout's table."""
 _NOT_KEY_PREFIX: Final = "HPDCP_TEST_"

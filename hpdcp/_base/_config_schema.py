@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 
-from hpdcp._base._config_kinds import Kind, choice, flag, name, seconds, size_or_auto
+from hpdcp._base._config_kinds import Kind, by_name, choice, flag, name, seconds, size_or_auto
 from hpdcp._base._config_tree import overlay
 from hpdcp._base._masking import masked
 from hpdcp._base.renames import warn_renamed
 
 When: TypeAlias = Literal["auto", "always", "never"]
-ReplicaCheck: TypeAlias = Literal["off", "small", "all"]
+ReplicaCheck: TypeAlias = Literal["off", "sample", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,14 @@ class Config:
     `always`: local ones too."""
     allow_pickle: bool = field(default=False, metadata=_holds(flag()))
     """Whether loading may unpickle objects, which can run code from the checkpoint. Default false."""
-    check_replicas: ReplicaCheck = field(default="small", metadata=_holds(choice("off", "small", "all")))
-    """Whether saving compares what several ranks hold under one key. Default `small`: values up to 1 MiB."""
+    check_replicas: ReplicaCheck | Mapping[str, ReplicaCheck] = field(
+        default="sample",
+        metadata=_holds(by_name("check_replicas", "off", "sample", "all", renamed={"small": "sample"})),
+    )
+    """Whether saving compares what several ranks hold under one key. Default `sample`: Python values, tensors up to
+    64 KiB and 64 KiB of each larger one, spread over it; `all`: every byte; `off`: replicas are taken to be equal. A
+    table gives a word to each pattern of names, as in `{"bn.*" = "off"}`: of patterns that match the last one counts,
+    what none matches is sampled, and of what a table says `off` of, the copy of the lowest rank is stored."""
     async_staging_budget: int | None = field(default=None, metadata=_holds(size_or_auto()))
     """Bytes of host memory for staging, per rank. Default None (`"auto"` in text): half of the memory that the host has
     to spare, divided by its ranks."""
@@ -158,7 +164,7 @@ class Settings(TypedDict, total=False):
     broadcast: When
     verify: When
     allow_pickle: bool
-    check_replicas: ReplicaCheck
+    check_replicas: ReplicaCheck | Mapping[str, ReplicaCheck]
     async_staging_budget: int | str | None
     mailbox_timeout: float
     exit_timeout: float

@@ -5,8 +5,9 @@ The first that says something about a key decides it:
 1. `with hpdcp.config.using(backend="nfs"):`, the innermost first;
 2. environment variables: `HPDCP_BACKEND=nfs`, nested keys with a double underscore,
    `HPDCP_BACKENDS__S3__COALESCE_GAP=1048576`. The parts in lower case are the key, so a name with capitals or dashes
-   is set in the file or by `using`. Under `HPDCP_BACKENDS__` and `HPDCP_LAYOUTS__`, and in `HPDCP_ROUTES`, a value
-   that is JSON is read as JSON, and anything else is text; text that looks like a number is quoted: `'"123456"'`;
+   is set in the file or by `using`. Under `HPDCP_BACKENDS__` and `HPDCP_LAYOUTS__`, in `HPDCP_ROUTES` and in
+   `HPDCP_CHECK_REPLICAS`, a value that is JSON is read as JSON, and anything else is text; text that looks like a
+   number is quoted: `'"123456"'`;
 3. the TOML file that `HPDCP_CONFIG` names (empty: none), else `~/.config/hpdcp/hpdcp.toml` where it exists;
 4. the defaults written under each field of `Config`.
 

@@ -10,6 +10,7 @@ Nobody here waits for a whole device that has streams: training may go on there.
     `downloads`   device to host, one tensor after another: the next batch is copied while one is used
     `uploads`     host to device: memory is filled again while what it held before is copied
     `byte_pieces` the bytes of a tensor of any device, to be checksummed and written
+    `samples`     checksums of some bytes of many tensors, fetched together
     `staging`     host and devices to shared memory, all at once
 
 All of these are the face.

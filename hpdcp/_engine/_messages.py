@@ -72,7 +72,7 @@ class Report:
 
     results: WriteResults
     replicas: ReplicaReport
-    """What it holds and did not write."""
+    """Of what it holds and others do too."""
 
     def to_bytes(self) -> bytes:
         return _pack({}, results=self.results.to_bytes(), replicas=self.replicas.to_bytes())

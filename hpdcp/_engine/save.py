@@ -20,7 +20,8 @@ from hpdcp._format.metadata import Metadata
 from hpdcp._plan.agreement import check_agreement
 from hpdcp._plan.plan_cache import PLANS, CachedPlan
 from hpdcp._plan.planner import PlannerContext, SavePlanner
-from hpdcp._plan.replica_checks import check_left_out, check_replicas
+from hpdcp._plan.replica_checks import boxes_to_compare, check_left_out, check_replicas
+from hpdcp._plan.replica_rules import ReplicaRules
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.storage import StorageWriter
 from hpdcp._plan.whole_plan import WholePlan, join_results
@@ -93,7 +94,7 @@ class _Save:
         """This rank's plans that are right for this state, and what must be alike on all ranks for one to be used."""
         settings = config.current()
         progress.check(settings.progress)
-        self._check = "off" if isinstance(self._exchange, Alone) else settings.check_replicas
+        self._rules = ReplicaRules("off" if isinstance(self._exchange, Alone) else settings.check_replicas)
         self._writer = self._open_writer()
         self._writer.configure_writer(self._context)
         self._planner.configure_planner(self._state_dict, self._context)
@@ -151,7 +152,11 @@ class _Save:
         keep = all(proposal.cacheable for proposal in proposals) and _same_but_for_storage_data(arranged, final)
         plan_id = draw_plan_id() if keep else ONCE
         begun = self._writer.begin(metadata)
-        parts = (plan.to_part(local) for plan, local in zip(final, locals_, strict=True))
+        compared = boxes_to_compare(self._whole, locals_, self._rules)
+        parts = (
+            plan.with_compared(boxes).to_part(local)
+            for plan, boxes, local in zip(final, compared, locals_, strict=True)
+        )
         return [Assignment(plan_id, part, begun).to_bytes() for part in parts]
 
     def _join(self) -> SavePlan:
@@ -173,11 +178,12 @@ class _Save:
                 self._writer.redistribute(part, self._planner)
 
     def _write(self) -> bytes:
-        """On every rank: store its part, and checksum what it left to others."""
+        """On every rank: store its part, and checksum what others hold too."""
         final = self._planner.finalize_plan(self._join())
         with stage("execute_write"), progress.bar("save", lambda: int(np.maximum(final.nbytes, 0).sum())):
             results = self._write_in_waves(final)
-        replicas = replica_report(self._planner, self._local_plan, final, self._check)
+        with stage("checksum_replicas"):
+            replicas = replica_report(self._planner, self._local_plan, self._join().compared)
         self._planner.finish_write()
         return Report(results, replicas).to_bytes()
 
@@ -232,7 +238,8 @@ class _Save:
 
 def plan_key(writer: StorageWriter, planner: SavePlanner, key: Hashable) -> Hashable:
     """Under which name `PLANS` holds plans that `writer` executes and `planner` has `key` for."""
-    return _class_name(writer), writer.cache_key(), _class_name(planner), key
+    rules = ReplicaRules(config.current().check_replicas)
+    return _class_name(writer), writer.cache_key(), _class_name(planner), key, rules.key()
 
 
 def _class_name(value: object) -> str:

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpdcp._devices.samples import span_checksums
 from hpdcp._format.columns import I64
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.load_plan import LoadPlan, ReadItem
+from hpdcp._plan.samples import sample_spans
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 
 
@@ -43,7 +45,8 @@ class SavePlanner(ABC):
     4. `finalize_plan`      every rank, with its part of the global plan
     5. `waves`, and in each `expect`, then `get_parts` / `get_tensor` / `get_bytes`  every rank, once or more for each
                             item of its final plan, for what it compares with other ranks and for what it sends
-                            them, from one thread; a box may be inside one that this rank planned
+                            them, from one thread; a box may be inside one that this rank planned. `get_checksums`
+                            once at most, after all that
     6. `finish_write`       every rank
 
     Where `cache_key` says on every rank that an earlier plan is right for this state, 2 and 3 are skipped, and
@@ -114,6 +117,14 @@ class SavePlanner(ABC):
         time brings each part when it is asked for it, and may do as it likes with one that nobody holds any more.
         """
         return (self.get_tensor(item),)
+
+    def get_checksums(self, plan: SavePlan) -> list[tuple[int, ...]]:
+        """For each item of `plan`, all TENSORs, the crc32c of each of its `sample_spans`; other ranks' must be equal.
+
+        Out of `get_tensor`, unless overridden. Asked for boxes of the local plan, once all is written and outside of
+        the waves. A planner that has not all of the state in memory at a time takes them where the state is.
+        """
+        return span_checksums((self.get_tensor(item), sample_spans(item.index, item.nbytes)) for item in plan.items)
 
     @abstractmethod
     def get_bytes(self, item: WriteItem) -> bytes:

@@ -1,6 +1,6 @@
-"""Whether what a rank leaves to others to write is written, and is what this rank holds.
+"""Whether what several ranks hold under one name is the same, and whether what a rank leaves to others is written.
 
-A rank reports checksums of what it holds and did not write; the coordinator compares them with what was written.
+Every holder of a box reports checksums of it, unless the coordinator has them from the write; it compares them.
 """
 
 from __future__ import annotations
@@ -11,81 +11,101 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hpdcp._base.config import ReplicaCheck
 from hpdcp._base.errors import ReplicaMismatchError, StateDictError
-from hpdcp._format.columns import I64, column, ends_of, starts_of, take_runs
+from hpdcp._format.columns import I64, EntryKind, column, ends_of, starts_of, take_runs
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import Metadata, StorageTable
-from hpdcp._plan.save_plan import SavePlan
+from hpdcp._plan.replica_rules import ALL, OFF, ReplicaRules
+from hpdcp._plan.samples import SAMPLE_BYTES
+from hpdcp._plan.save_plan import ComparedBoxes, SavePlan
 from hpdcp._plan.whole_plan import WholePlan
 from hpdcp._state.coverage import missing
-from hpdcp._state.geometry import Box, intersect
+from hpdcp._state.geometry import Box
 from hpdcp._state.mismatches import listed
 
-SMALL_REPLICA_BYTES: Final = 1 << 20
-"""Up to here a replica is compared when `check_replicas` is "small"."""
 _MOST_NAMED: Final = 20
 
 
-def left_to_others(held: SavePlan, local: SavePlan, final: SavePlan, check: ReplicaCheck) -> list[int]:
-    """Rows of `held` (a rank's `held_boxes`) that another rank writes and that `check` asks to compare.
+def boxes_to_compare(whole: WholePlan, locals_: Sequence[SavePlan], rules: ReplicaRules) -> list[ComparedBoxes]:
+    """What each rank reports checksums of: boxes of its local plan that other ranks hold too.
 
-    `final` may hold the items in another order, or parts of them: what it has no identical item for was left to others.
-    A box that its holders write a part each of comes as those parts.
+    Python values and what `rules` says so of in full, the rest by samples. The rank that writes a box is left out where
+    the write itself gives a checksum of all that is compared.
     """
-    if check == "off" or len(local) == 0:
-        return []
-    left = held.entries.owners[held.chunks.entry] < 0
-    if check == "small":
-        left &= held.nbytes <= SMALL_REPLICA_BYTES
-    rows = final.rows_in(local)
-    if rows is not None:
-        left[rows] = False
-    else:
-        left[_boxes_written_in_parts(held, len(local))] = False
-        written = {item.index for item in final.items}
-        left[[row for row in np.flatnonzero(left).tolist() if held.item(row).index in written]] = False
-    found: list[int] = np.flatnonzero(left).tolist()
+    if rules.is_off:
+        return [ComparedBoxes(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_)) for _ in locals_]
+    entries, held = whole.metadata.entries, whole.held
+    stored = len(whole.metadata.chunks)
+    ranks = np.repeat(np.arange(len(locals_)), [len(plan) for plan in locals_])
+    nbytes = np.concatenate([plan.nbytes for plan in locals_])
+    entry = whole.boxes.entry[held]
+    modes = rules.modes(entries.fqns)[entry]
+    is_object = entries.kinds[entry] == EntryKind.OBJECT
+    writer = np.full(len(held), -1, dtype=np.int64)
+    is_stored = held < stored
+    writer[is_stored] = whole.writers()[held[is_stored]]
+    # A name that is tied on its writer's rank alone: it has no box of that name to take samples of.
+    writer_holds = np.zeros(stored, dtype=np.bool_)
+    writer_holds[held[writer == ranks]] = True
+    by_write_only = is_stored.copy()
+    by_write_only[is_stored] = ~writer_holds[held[is_stored]]
+    in_full = (modes == ALL) | is_object | by_write_only
+    shared = (np.bincount(held, minlength=stored)[held] > 1) | (is_stored & (writer != ranks))
+    known_by_write = _known_by_write(held, is_object, in_full, nbytes, stored) & (writer == ranks)
+    wanted = shared & (modes != OFF) & (entries.owners[entry] < 0) & (nbytes != 0) & ~known_by_write
+    found = []
+    for start, end in zip(starts_of(whole.held_ends).tolist(), whole.held_ends.tolist(), strict=True):
+        rows = np.flatnonzero(wanted[start:end])
+        found.append(ComparedBoxes(rows, in_full[start:end][rows]))
     return found
 
 
-def _boxes_written_in_parts(held: SavePlan, count: int) -> list[int]:
-    """Which of the first `count` boxes the boxes after them are parts of."""
-    rows: set[int] = set()
-    for part in range(count, len(held)):
-        inside = held.item(part).index
-        for row in np.flatnonzero(held.chunks.entry[:count] == held.chunks.entry[part]).tolist():
-            offsets, sizes = held.chunks.box(row)
-            box = Box(offsets, sizes)
-            if intersect(box, Box(inside.offsets, inside.sizes)) is not None:
-                rows.add(row)
-    return sorted(rows)
+def _known_by_write(
+    held: I64, is_object: npt.NDArray[np.bool_], in_full: npt.NDArray[np.bool_], nbytes: I64, stored: int
+) -> npt.NDArray[np.bool_]:
+    """Of which boxes the write gives the very checksums that are compared."""
+    found: npt.NDArray[np.bool_] = (held < stored) & (in_full | (nbytes <= SAMPLE_BYTES)) & (nbytes > 0) | is_object
+    return found
 
 
 class ReplicaReport:
-    """What one rank holds and did not write: rows of its `held_boxes`, and the checksums of each."""
+    """Checksums of what one rank holds and others do too."""
 
-    def __init__(self, rows: I64, crc_ends: I64, crcs: npt.NDArray[np.uint32], nbytes: I64) -> None:
+    def __init__(
+        self, rows: I64, in_full: npt.NDArray[np.uint8], nbytes: I64, crc_ends: I64, crcs: npt.NDArray[np.uint32]
+    ) -> None:
         self.rows = rows
+        """Of the rank's local plan."""
+        self.in_full = in_full
+        """1 where the checksums are those of all blocks, 0 where they are of samples."""
+        self.nbytes = nbytes
         self.crc_ends = crc_ends
         self.crcs = crcs
-        self.nbytes = nbytes
 
     @classmethod
-    def build(cls, rows: Sequence[int], checksums: Sequence[Sequence[int]], nbytes: Sequence[int]) -> ReplicaReport:
+    def build(
+        cls, rows: Sequence[int], checksums: Sequence[Sequence[int]], nbytes: Sequence[int], *, in_full: int
+    ) -> ReplicaReport:
+        """`in_full`: of so many rows, the first ones, the checksums are of all blocks."""
         return cls(
             np.array(rows, dtype=np.int64),
+            (np.arange(len(rows)) < in_full).astype(np.uint8),
+            np.array(nbytes, dtype=np.int64),
             ends_of(np.array([len(crcs) for crcs in checksums], dtype=np.int64)),
             np.array([crc for crcs in checksums for crc in crcs], dtype=np.uint32),
-            np.array(nbytes, dtype=np.int64),
         )
+
+    @classmethod
+    def empty(cls) -> ReplicaReport:
+        return cls.build([], [], [], in_full=0)
 
     def to_bytes(self) -> bytes:
         columns: dict[str, npt.NDArray[np.generic]] = {
             "rows": self.rows,
+            "in_full": self.in_full,
+            "nbytes": self.nbytes,
             "crc.ends": self.crc_ends,
             "crcs": self.crcs,
-            "nbytes": self.nbytes,
         }
         return pack_columns(columns, {})
 
@@ -94,52 +114,88 @@ class ReplicaReport:
         columns, _ = unpack_columns(data, where="a rank's replica report")
         return cls(
             column(columns, "rows", np.int64),
+            column(columns, "in_full", np.uint8),
+            column(columns, "nbytes", np.int64),
             column(columns, "crc.ends", np.int64),
             column(columns, "crcs", np.uint32),
-            column(columns, "nbytes", np.int64),
         )
 
 
 def check_replicas(whole: WholePlan, storage: StorageTable, reports: Sequence[ReplicaReport]) -> None:
-    """Compare what ranks hold with what was written in their stead.
+    """Compare what ranks hold, with one another and with what was written.
 
     Args:
         whole: what all ranks wrote.
-        storage: where, with the checksums of it.
+        storage: where, with the checksums of the items themselves.
         reports: every rank's report.
 
     Raises:
-        ReplicaMismatchError: lists the keys that differ.
+        ReplicaMismatchError: lists the keys that differ, the ranks, and what to do.
     """
-    stored = np.concatenate([whole.held_by(rank)[report.rows] for rank, report in enumerate(reports)])
-    ranks = np.repeat(np.arange(len(reports)), [len(report.rows) for report in reports])
-    lengths = np.concatenate([report.nbytes for report in reports])
-    crc_lengths = np.concatenate([report.crc_ends - starts_of(report.crc_ends) for report in reports])
-    crcs = np.concatenate([report.crcs for report in reports])
-    # What a custom planner has others write in other boxes cannot be compared.
-    known = np.flatnonzero(stored >= 0)
-    wrong = np.zeros(len(stored), dtype=np.bool_)
-    wrong[known] = storage.length[stored[known]] != lengths[known]
-    same = np.flatnonzero(~wrong & (stored >= 0) & (crc_lengths > 0))
-    ends, mine = take_runs(ends_of(crc_lengths), same)
-    _, theirs = take_runs(storage.crc_ends, stored[same])
-    if len(mine) != len(theirs):
-        raise ReplicaMismatchError("a rank reported another number of checksums than there are blocks.")
-    if len(same):
-        wrong[same] = np.logical_or.reduceat(crcs[mine] != storage.crcs[theirs], starts_of(ends))
-    if not wrong.any():
+    if not any(len(report.rows) for report in reports):
         return
-    named: dict[str, list[int]] = {}
+    held = np.concatenate([whole.held_by(rank)[report.rows] for rank, report in enumerate(reports)])
+    ranks = np.repeat(np.arange(len(reports)), [len(report.rows) for report in reports])
+    nbytes = np.concatenate([report.nbytes for report in reports])
+    in_full = np.concatenate([report.in_full for report in reports]).astype(np.bool_)
+    crcs = np.concatenate([report.crcs for report in reports])
+    crc_lengths = np.concatenate([report.crc_ends - starts_of(report.crc_ends) for report in reports])
+    boxes, entries = whole.boxes, whole.metadata.entries
+    stored = len(whole.metadata.chunks)
+    is_object = entries.kinds[boxes.entry[held]] == EntryKind.OBJECT
+    known = _known_by_write(held, is_object, in_full, nbytes, stored)
+    # What each is compared with: a row of the storage table, or, past these, the first report of the same box.
+    order = np.lexsort((ranks, held))
+    first = np.ones(len(held), dtype=np.bool_)
+    first[1:] = held[order][1:] != held[order][:-1]
+    same_box = np.empty(len(held), dtype=np.int64)
+    same_box[order] = order[first][np.cumsum(first) - 1]
+    reference = np.where(known, held, stored + same_box)
+    all_lengths = np.concatenate([storage.length, nbytes])
+    all_crcs = np.concatenate([storage.crcs, crcs])
+    all_ends = ends_of(np.concatenate([storage.crc_ends - starts_of(storage.crc_ends), crc_lengths]))
+    counts = all_ends - starts_of(all_ends)
+    wrong = (all_lengths[reference] != nbytes) | (counts[reference] != crc_lengths)
+    same = np.flatnonzero(~wrong & (crc_lengths > 0))
+    if len(same):
+        ends, mine = take_runs(ends_of(crc_lengths), same)
+        _, theirs = take_runs(all_ends, reference[same])
+        wrong[same] = np.logical_or.reduceat(crcs[mine] != all_crcs[theirs], starts_of(ends))
+    if wrong.any():
+        raise _mismatch(whole, held, ranks, known, same_box, wrong)
+
+
+def _mismatch(
+    whole: WholePlan, held: I64, ranks: I64, known: npt.NDArray[np.bool_], same_box: I64, wrong: npt.NDArray[np.bool_]
+) -> ReplicaMismatchError:
+    boxes, names, writers = whole.boxes, whole.metadata.entries.fqns, whole.writers()
+    found: dict[str, dict[int, set[int]]] = {}
     for row in np.flatnonzero(wrong).tolist():
-        entry = int(whole.metadata.chunks.entry[int(stored[row])])
-        named.setdefault(whole.metadata.entries.fqns[entry], []).append(int(ranks[row]))
-    keys = [f"{fqn!r} (rank {', '.join(map(str, who[:4]))})" for fqn, who in named.items()]
-    raise ReplicaMismatchError(
-        f"{len(named)} keys are not the same on all ranks: {listed(keys, most=_MOST_NAMED, separator='; ')} differ "
-        "from the rank that writes them. "
-        "Mark state that differs on every rank with PerRank, synchronise what should be equal, or set "
-        "check_replicas=off."
+        other = int(writers[held[row]]) if known[row] else int(ranks[same_box[row]])
+        name = names[int(boxes.entry[held[row]])]
+        found.setdefault(name, {}).setdefault(other, set()).add(int(ranks[row]))
+    keys = [
+        f"{name!r} ({'; '.join(f'{_ranks(who)} from rank {other}' for other, who in differing.items())})"
+        for name, differing in found.items()
+    ]
+    return ReplicaMismatchError(
+        f"{len(found)} {'key is' if len(found) == 1 else 'keys are'} not the same on all ranks that hold them: "
+        f"{listed(keys, most=_MOST_NAMED, separator=', ')}. Nothing was published, since one rank's value would have "
+        "stood for all. " + REMEDIES
     )
+
+
+REMEDIES: Final = (
+    "For state of each rank's own, put the rank into the key, or mark the value with hpdcp.PerRank; make shards of one "
+    "tensor DTensors; synchronise what should be equal. Where the lowest rank's value will do, say check_replicas = "
+    '{"PATTERN" = "off"} in the configuration.'
+)
+
+
+def _ranks(who: set[int]) -> str:
+    shown = ", ".join(map(str, sorted(who)[:4]))
+    more = "" if len(who) <= 4 else f" and {len(who) - 4} more"
+    return f"rank{'s' if len(who) > 1 else ''} {shown}{more}"
 
 
 def check_left_out(metadata: Metadata, left_out: Sequence[SavePlan | None]) -> None:

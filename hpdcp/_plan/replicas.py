@@ -6,7 +6,7 @@ it gives the same answer wherever it is asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,14 +36,20 @@ _MANY_HOLDERS: Final = 16
 
 
 def drop_duplicates(
-    plans: Sequence[SavePlan], *, remove_redundancy: bool, to_minimum_rank: bool, whole: bool = True
+    plans: Sequence[SavePlan],
+    *,
+    remove_redundancy: bool,
+    to_minimum_rank: bool,
+    whole: bool = True,
+    may_differ: Callable[[Iterable[str]], npt.NDArray[np.bool_] | None] = lambda fqns: None,
 ) -> tuple[list[SavePlan], Metadata]:
     """Each rank's part, every box in exactly one of them, and the metadata of all.
 
     A box that one rank holds is that rank's. One that several hold goes, largest first, to the holder with the fewest
     bytes so far (`to_minimum_rank`: to the lowest). One that is larger than `SPLIT_BYTES` and than a rank's fair share
     of all bytes is split by rows first, into boxes that go the same way. Without `remove_redundancy` every holder
-    writes its own copy. `whole`: the plans are those of all ranks, so that what they lack nobody has.
+    writes its own copy. `whole`: the plans are those of all ranks, so that what they lack nobody has. `may_differ`:
+    which names may hold other values on other ranks; of each box of these the lowest holder stores its own, in one box.
 
     Raises:
         StateDictError: ranks disagree on a key's kind, dtype or global shape, or together leave a hole in a tensor, or
@@ -52,15 +58,19 @@ def drop_duplicates(
     merged = merge_names(plans)
     items = _Items.of(merged)
     order, first = items.sorted()
+    differ = may_differ(merged.entries.fqns)
+    if differ is None:
+        differ = np.zeros(len(merged.entries), dtype=np.bool_)
     if remove_redundancy:
         if not to_minimum_rank:
-            counts = _split_counts(items, order, first, len(plans))
+            counts = _split_counts(items, order, first, len(plans), differ)
             if counts is not None:
                 items = items.split(counts)
                 order, first = items.sorted()
-        chosen = order[_writers(items.ranks[order], items.nbytes[order], first, len(plans), to_minimum_rank)]
+        lowest = np.ones(len(order), dtype=np.bool_) if to_minimum_rank else differ[items.chunks.entry[order]]
+        chosen = order[_writers(items.ranks[order], items.nbytes[order], first, len(plans), lowest)]
     else:
-        chosen = order
+        chosen = order[first | ~differ[items.chunks.entry[order]]]
     if whole:
         check_exact_cover(merged.entries, items.chunks.take(order[first]))
     chunks = items.chunks.take(chosen)
@@ -146,18 +156,20 @@ class _Items:
     def _plan_of(self, plan: SavePlan, start: int, kept: npt.NDArray[np.intp], stop: int) -> SavePlan:
         if self.is_split is None or not self.is_split[start:stop].any():
             return plan.select(self.row[kept])
-        split = np.flatnonzero(self.is_split[start:stop]) + start
         return SavePlan(
             plan.entries,
             self.chunks.take(kept).with_entry(plan.chunks.entry[self.row[kept]]),
             self.nbytes[kept],
             plan.storage_data,
-            split=self.chunks.take(split).with_entry(plan.chunks.entry[self.row[split]]),
         )
 
 
 def _split_counts(
-    items: _Items, order: npt.NDArray[np.intp], first: npt.NDArray[np.bool_], world_size: int
+    items: _Items,
+    order: npt.NDArray[np.intp],
+    first: npt.NDArray[np.bool_],
+    world_size: int,
+    differ: npt.NDArray[np.bool_],
 ) -> I64 | None:
     """Into how many boxes each item is split, so that no box alone unbalances the plan; None where none is."""
     starts = np.flatnonzero(first)
@@ -165,7 +177,8 @@ def _split_counts(
     nbytes = items.nbytes[order[starts]]
     most = max(SPLIT_BYTES, -(-int(nbytes.sum()) // world_size))
     counts: I64 | None = None
-    for group in np.flatnonzero((holders > 1) & (nbytes > most)).tolist():
+    fit = ~differ[items.chunks.entry[order[starts]]]
+    for group in np.flatnonzero((holders > 1) & (nbytes > most) & fit).tolist():
         members = order[starts[group] : starts[group] + holders[group]]
         rows = next((size for size in items.chunks.box(int(members[0]))[1] if size > 1), 1)
         count = min(int(holders[group]), rows, -(-int(nbytes[group]) // most))
@@ -176,16 +189,17 @@ def _split_counts(
 
 
 def _writers(
-    ranks: I64, nbytes: I64, first: npt.NDArray[np.bool_], world_size: int, to_minimum_rank: bool
+    ranks: I64, nbytes: I64, first: npt.NDArray[np.bool_], world_size: int, lowest: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.intp]:
     """For each group of identical boxes (they start where `first`), the position of the holder that writes it."""
     starts = np.flatnonzero(first)
     sizes = np.diff(starts, append=len(first))
-    writers = starts.copy()
-    if to_minimum_rank:
-        return writers  # rows of a group are in order of rank
-    load = np.bincount(ranks[starts[sizes == 1]], weights=nbytes[starts[sizes == 1]], minlength=world_size)
-    shared = np.flatnonzero(sizes > 1)
+    writers = starts.copy()  # rows of a group are in order of rank
+    settled = (sizes == 1) | lowest[starts]
+    if settled.all():
+        return writers
+    load = np.bincount(ranks[starts[settled]], weights=nbytes[starts[settled]], minlength=world_size)
+    shared = np.flatnonzero(~settled)
     shared = shared[np.argsort(-nbytes[starts[shared]], kind="stable")]
     few = load.tolist()
     holders = ranks.tolist()

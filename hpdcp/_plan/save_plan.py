@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Final, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from hpdcp._format.columns import (
     I64,
@@ -88,6 +89,15 @@ class Redistribution:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ComparedBoxes:
+    """Which boxes of its local plan a rank sends checksums of, since other ranks hold them too."""
+
+    rows: I64
+    in_full: npt.NDArray[np.bool_]
+    """Whether of all bytes, instead of samples."""
+
+
 _revisions: Final = itertools.count(1)
 
 
@@ -106,14 +116,14 @@ class SavePlan:
     storage_data: Mapping[str, str] = field(default_factory=dict)
     """What a storage writer adds in its `optimize_` steps, for ranks that write this; planners pass it on untouched."""
     _: KW_ONLY
-    split: ChunkTable | None = None
-    """The parts of this rank's boxes that several ranks write a part each of, whoever writes them."""
+    compared: ComparedBoxes | None = None
+    """In the part that a rank is told to write: what it sends checksums of; None: nothing."""
     redistribution: Redistribution | None = None
     """What passes between ranks first, where the layout has a rank write boxes that several hold parts of."""
     notes: Columns = field(default_factory=dict)
     """Columns of numbers in which the coordinator's layout tells this rank's more about the entries."""
     revision: int = field(default_factory=lambda: next(_revisions))
-    """Of the items and their entries: a copy that differs in `storage_data` alone has the same, all others another."""
+    """Of the items and their entries: a copy that differs in nothing of them has the same, all others another."""
     selected: tuple[int, I64] | None = None
     """The revision of the plan that the items were selected from, and which of its rows they are."""
 
@@ -170,6 +180,10 @@ class SavePlan:
         """The same plan, carrying `storage_data`."""
         return replace(self, storage_data=storage_data)
 
+    def with_compared(self, compared: ComparedBoxes) -> SavePlan:
+        """The same plan, with what is compared."""
+        return replace(self, compared=compared)
+
     def with_nbytes(self, nbytes: I64) -> SavePlan:
         """The same items, of these lengths."""
         return replace(self, nbytes=nbytes, revision=next(_revisions))
@@ -206,31 +220,37 @@ class SavePlan:
 
     def to_part(self, local: SavePlan) -> bytes:
         """As `to_bytes`, for the rank that has `local`: without what it can take from there."""
+        compared: dict[str, np.ndarray[Any, np.dtype[Any]]] = {}
+        if self.compared is not None:
+            compared = {"compared.row": self.compared.rows, "compared.in_full": self.compared.in_full.view(np.uint8)}
         if self.revision == local.revision:
-            return pack_columns({}, self.storage_data)
+            return pack_columns(compared, self.storage_data)
         rows = self.rows_in(local)
         if rows is not None:
-            return pack_columns({"part.rows": rows}, self.storage_data)
-        if self.entries is local.entries:
-            return pack_columns(self._item_columns(), self.storage_data)
-        return self.to_bytes()
+            return pack_columns({"part.rows": rows, **compared}, self.storage_data)
+        names = {} if self.entries is local.entries else self.entries.to_columns()
+        return pack_columns({**names, **self._item_columns(), **compared}, self.storage_data)
 
     @classmethod
     def from_part(cls, data: bytes | memoryview, local: SavePlan) -> SavePlan:
         """What `to_part` wrote for the rank that has `local`."""
         columns, storage_data = unpack_columns(data, where="a rank's part of a save plan")
-        if not columns:
-            return local.with_storage_data(storage_data)
         if "part.rows" in columns:
-            return local.select(column(columns, "part.rows", np.int64)).with_storage_data(storage_data)
-        entries = EntryTable.from_columns(columns) if "entry.kind" in columns else local.entries
-        return cls._from_items(entries, columns, storage_data)
+            part = local.select(column(columns, "part.rows", np.int64)).with_storage_data(storage_data)
+        elif "item.nbytes" in columns:
+            entries = EntryTable.from_columns(columns) if "entry.kind" in columns else local.entries
+            part = cls._from_items(entries, columns, storage_data)
+        else:
+            part = local.with_storage_data(storage_data)
+        if "compared.row" not in columns:
+            return part
+        in_full = column(columns, "compared.in_full", np.uint8).astype(np.bool_)
+        return part.with_compared(ComparedBoxes(column(columns, "compared.row", np.int64), in_full))
 
     def _item_columns(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
-        split = {} if self.split is None else self.split.to_columns("split.")
         passed = {} if self.redistribution is None else self.redistribution.to_columns()
         notes = {f"note.{name}": values for name, values in self.notes.items()}
-        return {**self.chunks.to_columns(), "item.nbytes": self.nbytes, **split, **passed, **notes}
+        return {**self.chunks.to_columns(), "item.nbytes": self.nbytes, **passed, **notes}
 
     @classmethod
     def _from_items(cls, entries: EntryTable, columns: Columns, storage_data: Mapping[str, str]) -> SavePlan:
@@ -239,7 +259,6 @@ class SavePlan:
             ChunkTable.from_columns(columns),
             column(columns, "item.nbytes", np.int64),
             storage_data,
-            split=ChunkTable.from_columns(columns, "split.") if "split.entry" in columns else None,
             redistribution=Redistribution.from_columns(columns) if "sent.entry" in columns else None,
             notes={name.removeprefix("note."): values for name, values in columns.items() if name.startswith("note.")},
         )

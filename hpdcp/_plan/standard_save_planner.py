@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from hpdcp._base import config
 from hpdcp._base.arguments import require_flags
-from hpdcp._base.errors import (
-    InvalidArgumentError,
-)
+from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan._fingerprint import fingerprint
 from hpdcp._plan.planner import PlannerContext, SavePlanner
+from hpdcp._plan.replica_rules import ReplicaRules
 from hpdcp._plan.replicas import drop_duplicates
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._state import objects
@@ -107,6 +107,7 @@ class StandardSavePlanner(SavePlanner):
             remove_redundancy=self._remove_redundancy,
             to_minimum_rank=self._save_to_minimum_rank,
             whole=self._context.collective or self._context.world_size == 1,
+            may_differ=ReplicaRules(config.current().check_replicas).exempt,
         )
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:

@@ -42,10 +42,12 @@ class WholePlan:
     order: I64
     """For each row of `metadata.chunks`, which of all items it is, rank by rank."""
     held: I64
-    """For each box each rank holds (`held_boxes`), rank by rank, the row of `metadata.chunks` that is the same box, or
-    -1; of copies that several ranks write, the first."""
+    """For each box of each rank's local plan, rank by rank, its row in `boxes`; of copies that several ranks write, the
+    first."""
     held_ends: I64
     """Where each rank's rows end in `held`."""
+    unstored: ChunkTable
+    """Boxes that ranks hold and that are stored as other boxes, each once."""
 
     @classmethod
     def of(cls, metadata: Metadata, plans: Sequence[SavePlan], locals_: Sequence[SavePlan]) -> WholePlan:
@@ -55,27 +57,37 @@ class WholePlan:
             StateDictError: a plan holds a name that the metadata does not.
             StorageError: the plans hold other items than the metadata.
         """
-        held = [held_boxes(local, final) for local, final in zip(locals_, plans, strict=True)]
-        held_rows = entry_rows(metadata, held)
-        same_names = all(plan.entries is mine.entries for plan, mine in zip(plans, held, strict=True))
+        held_rows = entry_rows(metadata, locals_)
+        same_names = all(plan.entries is mine.entries for plan, mine in zip(plans, locals_, strict=True))
         planned = _with_rows(plans, held_rows if same_names else entry_rows(metadata, plans))
         order = sort_order(planned.sort_keys())
         if not _same_rows(planned.take(order), metadata.chunks):
             raise StorageError(
                 "the plans to be written are not the plans the metadata was made of; nothing was published."
             )
+        held, unstored = _match(metadata.chunks, _with_rows(locals_, held_rows))
         return cls(
             metadata,
             np.array([len(plan) for plan in plans], dtype=np.int64),
             np.concatenate([plan.nbytes for plan in plans]),
             order.astype(np.int64),
-            _match(metadata.chunks, _with_rows(held, held_rows)),
-            ends_of(np.array([len(plan) for plan in held], dtype=np.int64)),
+            held,
+            ends_of(np.array([len(plan) for plan in locals_], dtype=np.int64)),
+            unstored,
         )
 
+    @property
+    def boxes(self) -> ChunkTable:
+        """`metadata.chunks`, then `unstored`."""
+        return concat_chunks([self.metadata.chunks, self.unstored])
+
     def held_by(self, rank: int) -> I64:
-        """For each box `rank` holds, the row of `metadata.chunks` that is the same box, or -1."""
+        """For each box of `rank`'s local plan, its row in `boxes`."""
         return self.held[int(self.held_ends[rank - 1]) if rank else 0 : int(self.held_ends[rank])]
+
+    def writers(self) -> I64:
+        """For each row of `metadata.chunks`, the rank that writes it."""
+        return np.searchsorted(ends_of(self.counts), self.order, side="right").astype(np.int64)
 
     def plans(self, storage_data: Mapping[str, str]) -> list[SavePlan]:
         """Every rank's plan, of the names of all."""
@@ -105,6 +117,7 @@ class WholePlan:
             "item.order": self.order,
             "held.row": self.held,
             "held.ends": self.held_ends,
+            **self.unstored.to_columns("unstored."),
         }
         return pack_columns(columns, self.metadata.settings)
 
@@ -118,20 +131,8 @@ class WholePlan:
             column(columns, "item.order", np.int64),
             column(columns, "held.row", np.int64),
             column(columns, "held.ends", np.int64),
+            ChunkTable.from_columns(columns, "unstored."),
         )
-
-
-def held_boxes(local: SavePlan, final: SavePlan) -> SavePlan:
-    """What a rank holds: the boxes of its local plan, then the parts that some of them are written in."""
-    if final.split is None:
-        return local
-    volumes = local.chunks.volumes()
-    itemsize = np.zeros(len(local.entries), dtype=np.int64)
-    itemsize[local.chunks.entry] = local.nbytes // np.maximum(volumes, 1)
-    # Names that were tied in the local plan, and are stored after all, have no boxes in it.
-    parts = final.split.take(np.flatnonzero(itemsize[final.split.entry] > 0))
-    nbytes = parts.volumes() * itemsize[parts.entry]
-    return SavePlan(local.entries, concat_chunks([local.chunks, parts]), np.concatenate([local.nbytes, nbytes]))
 
 
 def join_results(whole: WholePlan, results: Sequence[WriteResults]) -> WriteResults:
@@ -190,16 +191,20 @@ def _with_rows(plans: Sequence[SavePlan], rows: Sequence[I64]) -> ChunkTable:
     )
 
 
-def _match(chunks: ChunkTable, wanted: ChunkTable) -> I64:
-    """For each box of `wanted` the first row of `chunks` that is the same box; -1 where there is none."""
-    both = concat_chunks([chunks, wanted])
+def _match(chunks: ChunkTable, held: ChunkTable) -> tuple[I64, ChunkTable]:
+    """For each of `held` the first row of `chunks` that is the same box, or a row past these of the returned boxes."""
+    both = concat_chunks([chunks, held])
     keys = both.sort_keys()
     order = sort_order(keys)
     first = group_starts(keys, order)
     heads = order[first][np.cumsum(first) - 1]
-    answer = np.empty(len(both), dtype=np.int64)
-    answer[order] = np.where(heads < len(chunks), heads, -1)
-    return answer[len(chunks) :]
+    same = np.empty(len(both), dtype=np.int64)
+    same[order] = heads
+    rows = same[len(chunks) :]
+    others = rows >= len(chunks)
+    distinct, numbers = np.unique(rows[others], return_inverse=True)
+    rows[others] = len(chunks) + numbers
+    return rows, both.take(distinct)
 
 
 def _check_results(whole: WholePlan, results: Sequence[WriteResults]) -> None:

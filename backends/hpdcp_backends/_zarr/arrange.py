@@ -26,7 +26,7 @@ from hpdcp._plan.whole_plan import entry_rows
 from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.geometry import Box
 from hpdcp._state.paths import decode_path
-from hpdcp_backends._zarr.grid import Cell, cells, cells_inside, chunk_shape
+from hpdcp_backends._zarr.grid import Cell, cells, chunk_shape
 from hpdcp_backends._zarr.names import node_path
 
 STEPS = "zarr.steps"
@@ -59,18 +59,7 @@ class _RankWork:
     load: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Tensors whose chunks are not simply the boxes that ranks hold."""
-
-    entries: I64
-    chunks: set[tuple[int, Box]]
-    """(entry, box)."""
-
-
-def arrange(
-    plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]
-) -> tuple[list[SavePlan], Metadata]:
+def arrange(plans: Sequence[SavePlan], metadata: Metadata) -> tuple[list[SavePlan], Metadata]:
     """The plans with the chunks of each tensor's grid as items, and the metadata of these.
 
     A chunk goes to the rank that holds all of it. One that several hold boxes of goes to one of them that holds much of
@@ -91,7 +80,6 @@ def arrange(
     bounds = np.searchsorted(chunks.entry[order], np.arange(len(entries) + 1)).tolist()
     works = [_RankWork() for _ in plans]
     made: list[tuple[int, Box]] = []
-    cut: set[int] = set()
     steps = np.maximum(entries.shape_dims, 1)
     starts = starts_of(entries.shape_ends)
     for entry, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -105,19 +93,12 @@ def arrange(
         offsets, sizes = _boxes(chunks, members, len(shape))
         found = chunk_shape(shape, itemsize, offsets, sizes)
         steps[starts[entry] : entries.shape_ends[entry]] = found
-        held = sizes.tolist()
         for cell in cells(shape, found, offsets, sizes) if len(members) else ():
             made.append((entry, cell.box))
-            if cell.holder < 0 or list(cell.box.sizes) != held[cell.holder]:
-                cut.add(entry)
             _assign(works, entry, cell, ranks[members], itemsize)
     table = ChunkTable.from_boxes([entry for entry, _ in made], [(box.offsets, box.sizes) for _, box in made])
     table = table.take(sort_order(table.sort_keys()))
-    known = _Cut(np.array(sorted(cut), dtype=np.int64), {(entry, box) for entry, box in made if entry in cut})
-    arranged = [
-        _plan(plan, work, row, local, steps, known, entries)
-        for plan, work, row, local in zip(plans, works, rows, locals_, strict=True)
-    ]
+    arranged = [_plan(plan, work, row, steps, entries) for plan, work, row in zip(plans, works, rows, strict=True)]
     return arranged, Metadata(entries, table, settings=metadata.settings)
 
 
@@ -173,9 +154,7 @@ def _plan(
     plan: SavePlan,
     work: _RankWork,
     rows: I64,
-    local: SavePlan,
     steps: I64,
-    known: _Cut,
     entries: EntryTable,
 ) -> SavePlan:
     """The rank's plan, in rows of its own entries."""
@@ -190,30 +169,14 @@ def _plan(
             np.array([sender for *_, sender, _ in work.received], dtype=np.int64),
             np.array([offset for *_, offset in work.received], dtype=np.int64),
         )
-    split = _table(list(_split(local, rows, steps, known, entries)))
     return SavePlan(
         plan.entries,
         _table([(own[entry], box) for entry, box, _ in work.items]),
         np.array([nbytes for *_, nbytes in work.items], dtype=np.int64),
         plan.storage_data,
-        split=split if len(split) else None,
         redistribution=redistribution,
         notes={STEPS: steps[dims]},
     )
-
-
-def _split(local: SavePlan, rows: I64, steps: I64, known: _Cut, entries: EntryTable) -> Iterator[tuple[int, Box]]:
-    """Chunks inside boxes that this rank holds and that are no chunks: what it can compare with their writers'."""
-    starts = starts_of(entries.shape_ends)
-    for number in np.flatnonzero(np.isin(rows[local.chunks.entry], known.entries)).tolist():
-        own = int(local.chunks.entry[number])
-        entry = int(rows[own])
-        held = Box(*local.chunks.box(number))
-        if (entry, held) in known.chunks or entries.owners[entry] >= 0:
-            continue
-        step = tuple(steps[starts[entry] : entries.shape_ends[entry]].tolist())
-        for box in cells_inside(entries.shape(entry), step, held):
-            yield own, box
 
 
 def _table(boxes: Sequence[tuple[int, Box]]) -> ChunkTable:

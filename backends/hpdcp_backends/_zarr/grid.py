@@ -95,20 +95,6 @@ class Cell:
     """(row, the box it holds of the chunk), where it is put together."""
 
 
-def cells_inside(shape: tuple[int, ...], steps: tuple[int, ...], box: Box) -> Iterator[Box]:
-    """The chunks of a grid that lie in `box` with all they hold of the tensor.
-
-    >>> [cell.offsets for cell in cells_inside((5,), (2,), Box((1,), (4,)))]
-    [(2,), (4,)]
-    """
-    ranges = [
-        range(-(-start // step), -(-size // step) if stop == size else stop // step)
-        for start, stop, step, size in zip(box.offsets, box.stops, steps, shape, strict=True)
-    ]
-    for at in itertools.product(*ranges):
-        yield _cell_box(at, steps, shape)
-
-
 def _cell_box(at: tuple[int, ...], steps: tuple[int, ...], shape: tuple[int, ...]) -> Box:
     begin = tuple(a * n for a, n in zip(at, steps, strict=True))
     return Box(begin, tuple(min(n, s - a) for a, n, s in zip(begin, steps, shape, strict=True)))

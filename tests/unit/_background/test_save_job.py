@@ -11,12 +11,14 @@ import torch
 import hpdcp
 from hpdcp import FileSystemWriter, StandardSavePlanner
 from hpdcp._background._messages import Message
+from hpdcp._background._sampled import Sampled
 from hpdcp._background._save_job import Coordination, SaveAnswer, SaveJob
 from hpdcp._background._specs import PlannerSpec, WriterSpec
 from hpdcp._background._what_to_stage import rows_needed
 from hpdcp._background.worker import published_by
 from hpdcp._comm.exchange import Failed
 from hpdcp._files.save_identity import SaveIdentity
+from hpdcp._format.checksums import checksum
 from hpdcp._plan.plan_cache import CachedPlan
 from hpdcp._plan.planner import PlannerContext
 
@@ -41,12 +43,13 @@ def test_a_job_arrives_as_it_was_sent(tmp_path: Path) -> None:
         {"big": torch.zeros(1000), "small": torch.zeros(2), "n": [1]}, PlannerContext(0, 1, True, True)
     )
     local = planner.build_local_plan()
-    needed = rows_needed(local, [], 100)
+    needed = rows_needed(local, [], local.nbytes <= 100)
     sent = job(
         tmp_path,
         "a" * 16,
         plan=local.select(needed),
         rest=local.select(np.setdiff1d(np.arange(len(local)), needed)),
+        sampled=Sampled.of(planner, local.select(np.array([0]))),
         key="key",
         known=[5, 7],
         cached=[CachedPlan(5, b"local", b"part", b"whole")],
@@ -57,6 +60,8 @@ def test_a_job_arrives_as_it_was_sent(tmp_path: Path) -> None:
     assert [item.index.fqn for item in got.plan.items] == ["small", "n"]
     assert [item.index.fqn for item in got.rest.items] == ["big"]
     assert got.rest.entries is got.plan.entries
+    assert got.sampled is not None
+    assert got.sampled.by_index() == {local.item(0).index: (checksum(bytes(4000)),)}
     for name in ("identity", "rank", "world_size", "coordination", "master", "writer", "planner", "key", "known"):
         assert getattr(got, name) == getattr(sent, name), name
     assert list(got.cached) == list(sent.cached)

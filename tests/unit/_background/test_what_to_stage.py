@@ -18,10 +18,14 @@ def local_plan(state: dict[str, object]) -> SavePlan:
     return planner.build_local_plan()
 
 
-@pytest.mark.parametrize(("most", "names"), [(None, ["big", "n", "small"]), (100, ["n", "small"]), (-1, [])])
-def test_what_is_staged_by_a_plan_is_what_it_writes_and_what_is_compared(most: int | None, names: list[str]) -> None:
-    local = local_plan({"big": torch.zeros(1000), "small": torch.zeros(2), "n": [1]})
-    assert sorted(local.item(row).index.fqn for row in rows_needed(local, [], most).tolist()) == names
+@pytest.mark.parametrize(
+    ("compared", "names"),
+    [([], ["n"]), (["small"], ["n", "small"]), (["big", "small"], ["big", "n", "small"])],
+)
+def test_what_is_staged_by_a_plan_is_what_it_writes_and_what_is_compared(compared: list[str], names: list[str]) -> None:
+    local = local_plan({"big": torch.zeros(1000), "small": torch.zeros(2), "n": [1]}).without_object_lengths()
+    mask = np.array([item.index.fqn in compared for item in local.items])
+    assert sorted(local.item(row).index.fqn for row in rows_needed(local, [], mask).tolist()) == names
     written = local.select(np.array([local.entries.fqns.find("big")]))
-    with_big = [local.item(row).index.fqn for row in rows_needed(local, [written], most).tolist()]
+    with_big = [local.item(row).index.fqn for row in rows_needed(local, [written], mask).tolist()]
     assert sorted(with_big) == sorted({*names, "big"})

@@ -7,16 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hpdcp._base.config import ReplicaCheck
-from hpdcp._base.errors import ReplicaMismatchError
 from hpdcp._format.columns import Entry, EntryKind
-from hpdcp._format.metadata import Metadata, MetadataIndex, StorageInfo
-from hpdcp._plan import replica_checks, replicas
-from hpdcp._plan.replica_checks import ReplicaReport, check_replicas, left_to_others
+from hpdcp._format.metadata import Metadata, MetadataIndex
+from hpdcp._plan import replicas
 from hpdcp._plan.replicas import drop_duplicates
 from hpdcp._plan.save_plan import SavePlan, WriteItem
-from hpdcp._plan.whole_plan import WholePlan, held_boxes, join_results
-from hpdcp._plan.write_results import FileRecord, WriteResult, WriteResults
 
 LIMIT = 1000
 
@@ -84,8 +79,7 @@ def test_there_are_no_more_parts_than_rows_or_than_are_worth_it() -> None:
     ids=["not above the limit", "within everybody's share", "held by one rank"],
 )
 def test_a_box_is_left_whole_when_it_is(plans: list[SavePlan]) -> None:
-    written, metadata = split(plans)
-    assert all(part.split is None for part in written)
+    _, metadata = split(plans)
     assert len(metadata.chunks) == len(metadata.entries)
 
 
@@ -100,79 +94,3 @@ def test_a_part_travels_to_its_rank_with_what_the_others_write() -> None:
     for mine, part in zip(local, written, strict=True):
         again = SavePlan.from_part(part.to_part(mine), mine)
         assert list(again.items) == list(part.items)
-        assert again.split is not None
-        assert len(again.split) == 4
-
-
-def stored(written: Sequence[SavePlan], content: dict[str, int]) -> list[WriteResults]:
-    """Results of ranks that wrote `content` (one number stands for the bytes) of each tensor."""
-    results = []
-    for rank, part in enumerate(written):
-        infos = [
-            WriteResult(StorageInfo(f"f{rank}", 0, item.nbytes, (content[item.index.fqn] + item.index.offsets[0],)))
-            for item in part.items
-        ]
-        results.append(WriteResults.build(infos, [FileRecord(f"f{rank}", 10**6, 0)]))
-    return results
-
-
-@pytest.mark.parametrize("odd", [None, 0, 3])
-def test_what_is_written_in_parts_is_compared_in_parts(odd: int | None) -> None:
-    local = [plan(big=(4000,), small=(3,)) for _ in range(4)]
-    written, metadata = split(local)
-    whole = WholePlan.of(metadata, written, local)
-    whole = WholePlan.from_bytes(whole.without_object_lengths().to_bytes())
-    storage = join_results(whole, stored(written, {"big": 100, "small": 7})).table
-    reports = []
-    for rank, (mine, part) in enumerate(zip(local, written, strict=True)):
-        held = held_boxes(mine, part)
-        rows = left_to_others(held, mine, part, "all")
-        named = [held.item(row).index for row in rows]
-        assert {index.fqn for index in named} <= {"big", "small"}
-        assert len([index for index in named if index.fqn == "big"]) == 4 - len(boxes(part, "big"))
-        assert all(index.sizes == (1000,) for index in named if index.fqn == "big")
-        wrong = 1 if rank == odd else 0
-        content = [[(100 if index.fqn == "big" else 7) + index.offsets[0] + wrong] for index in named]
-        reports.append(ReplicaReport.build(rows, content, [held.item(row).nbytes for row in rows]))
-    if odd is None:
-        check_replicas(whole, storage, reports)
-    else:
-        with pytest.raises(ReplicaMismatchError, match=rf"'big' \(rank {odd}(, {odd})*\)"):
-            check_replicas(whole, storage, reports)
-
-
-def test_a_name_tied_on_one_rank_only_may_be_large_too() -> None:
-    """It is stored after all, in parts; the rank that had it tied compares nothing of it by mistake."""
-    tied = plan(big=(4000,))
-    alias = Entry("tied", '["tied"]', EntryKind.ALIAS, "uint8", (4000,), None, "big")
-    tied = SavePlan.build([tied.entries[0], alias], list(tied.items))
-    local = [plan(big=(4000,), tied=(4000,)), tied]
-    written, metadata = split(local)
-    assert {name for part in written for name in ("big", "tied") if boxes(part, name)} == {"big", "tied"}
-    whole = WholePlan.of(metadata, written, local)
-    storage = join_results(whole, stored(written, {"big": 100, "tied": 100})).table
-    reports = []
-    for mine, part in zip(local, written, strict=True):
-        held = held_boxes(mine, part)
-        rows = left_to_others(held, mine, part, "all")
-        assert all(held.item(row).nbytes == np.prod(held.item(row).index.sizes) for row in rows)
-        content = [[100 + held.item(row).index.offsets[0]] for row in rows]
-        reports.append(ReplicaReport.build(rows, content, [held.item(row).nbytes for row in rows]))
-    assert any(len(report.rows) for report in reports)
-    check_replicas(whole, storage, reports)
-
-
-@pytest.mark.parametrize(("check", "expected"), [("off", []), ("small", ["small"]), ("all", ["big", "small"])])
-def test_what_is_compared_is_as_configured(
-    check: ReplicaCheck, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica_checks, "SMALL_REPLICA_BYTES", 10)
-    monkeypatch.setattr(replicas, "SPLIT_BYTES", 10**6)
-    local = [plan(big=(4000,), small=(3,)) for _ in range(2)]
-    written, _ = split(local)
-    left = [
-        mine.item(row).index.fqn
-        for mine, part in zip(local, written, strict=True)
-        for row in left_to_others(mine, mine, part, check)
-    ]
-    assert sorted(left) == expected
