@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -303,6 +304,8 @@ class GenericBackend(Backend):
         folders: set[str] = set()
 
         def remove(key: str, path: str) -> None:
+            if self._connection.on_disk and _leads_out(path, key):
+                return
             try:
                 with self._connection.using("delete", key) as files:
                     try:
@@ -343,3 +346,13 @@ class GenericBackend(Backend):
                 if time.time() - modified_at(entry) >= silent_for:
                     with contextlib.suppress(FileNotFoundError):
                         files.rm_file(entry["name"])
+
+
+def _leads_out(path: str, key: str) -> bool:
+    """Whether a folder between the root and the file is a link."""
+    folder = os.path.dirname(path)
+    for _ in range(key.count("/")):
+        if os.path.islink(folder):
+            return True
+        folder = os.path.dirname(folder)
+    return False

@@ -171,6 +171,8 @@ class Backend(ABC):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove the keys, durably; one that is not there is fine. After a failure the others are removed all the same.
 
+        Nothing outside the root is removed: a folder below it that is a link to another one counts as not there.
+
         The folders of a removed key go as well when that leaves them empty; the root stays.
         """
 

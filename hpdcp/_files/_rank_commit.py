@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointExistsError
 from hpdcp._base.timing import log_message
-from hpdcp._files.leftovers import refuse_taken
+from hpdcp._files.leftovers import refuse_taken, removable
 from hpdcp._files.publish import publish_or_doubt, read_or_none
 from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._format.file_names import METADATA, rank_metadata_key, rank_of_metadata_key
@@ -50,8 +50,13 @@ class RankAttempt:
             refuse_taken(backend, keys, roots, read_or_none(backend, committed))
         own = rank_metadata_key(context.rank)
         before = read_or_none(backend, own) if own in keys else None
-        replaced = () if before is None else Metadata.from_bytes(before, where=own).files
-        return cls(backend, identity, context.rank, frozenset(replaced))
+        metadata = None if before is None else Metadata.from_bytes(before, where=own)
+        replaced = (
+            frozenset[str]()
+            if metadata is None
+            else removable(backend, metadata.files, metadata.settings.get("attempt", ""))
+        )
+        return cls(backend, identity, context.rank, replaced)
 
     def check_fixed_names(self) -> None:
         """Nothing: without a lease nobody can tell whether another save has taken them since `begin`."""

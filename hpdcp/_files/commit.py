@@ -16,7 +16,14 @@ from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointError, SupersededError
 from hpdcp._base.timing import log_message
 from hpdcp._files.lease import SILENT_SECONDS, Lease, leased_attempt, read_lease
-from hpdcp._files.leftovers import clear_fixed_names, clear_mailboxes, keys_of_checkpoint, orphans, refuse_taken
+from hpdcp._files.leftovers import (
+    clear_fixed_names,
+    clear_mailboxes,
+    keys_of_checkpoint,
+    orphans,
+    refuse_taken,
+    removable,
+)
 from hpdcp._files.publish import publish_or_doubt, read_or_none
 from hpdcp._format.file_names import LEASE, METADATA, carries_attempt
 from hpdcp._format.metadata import Metadata
@@ -127,9 +134,10 @@ class Attempt:
         ours = set(metadata.files)
         waiting = {key: since for key, since in self.lease.replaced if key not in ours}
         waiting |= dict.fromkeys(self.replaced_keys - ours, now)
-        due = [key for key, since in waiting.items() if now - since >= keep_replaced_for]
-        self.backend.delete(due)
-        kept = tuple((key, since) for key, since in waiting.items() if key not in set(due))
+        due = {key for key, since in waiting.items() if now - since >= keep_replaced_for}
+        # What the lease lists, anybody may have written; what `.metadata` listed was looked at when it was found.
+        self.backend.delete((due & self.replaced_keys) | removable(self.backend, due - self.replaced_keys, None))
+        kept = tuple((key, since) for key, since in waiting.items() if key not in due)
         if self.lease.superseded:
             self.backend.delete(orphans(self.backend, self.lease.superseded, keep=ours | {key for key, _ in kept}))
         if kept != self.lease.replaced:

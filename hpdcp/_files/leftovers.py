@@ -12,10 +12,19 @@ from hpdcp._base.timing import log_message
 from hpdcp._comm.mailbox import clear_mailbox
 from hpdcp._files import registry
 from hpdcp._files.lease import SILENT_SECONDS, may_be_removed
+from hpdcp._files.parallel import for_each_file
 from hpdcp._files.publish import read_or_none
 from hpdcp._format.checksums import HEAD_BYTES
 from hpdcp._format.container import PREFIX_BYTES
-from hpdcp._format.file_names import METADATA, carries_attempt, is_data_key, mailbox_folder, rank_of_metadata_key
+from hpdcp._format.file_names import (
+    METADATA,
+    DataFileName,
+    carries_attempt,
+    is_attempt,
+    is_data_key,
+    mailbox_folder,
+    rank_of_metadata_key,
+)
 from hpdcp._format.metadata import Metadata
 
 
@@ -62,6 +71,48 @@ def clear_mailboxes(backend: Backend, attempts: Iterable[str]) -> None:
         clear_mailbox(backend, folder)
 
 
+def removable(backend: Backend, names: Iterable[str], attempt: str | None) -> frozenset[str]:
+    """Those of `names`, which a file lists as data of `attempt`, that may be removed: what a file says proves nothing.
+
+    A name that carries the attempt is the attempt's. A plain one of an earlier version is where its first bytes name
+    the attempt; so is, where the list does not say whose it is (`attempt` is None), one whose first bytes agree with
+    its name. Names that a layout gives in every attempt alike count as hpdcp's. What is left of a list is logged.
+    """
+    listed = sorted(set(filter(may_be_removed, names)))
+    sure = set(registry.fixed_names(name for name in listed if not is_data_key(name)))
+    doubtful: list[DataFileName] = []
+    for name in listed:
+        found = DataFileName.parse(name)
+        if found is not None and attempt is not None and found.attempt == attempt:
+            sure.add(name)
+        elif found is not None and (attempt is None or found.attempt is None):
+            doubtful.append(found)
+    heads = for_each_file(backend, lambda file: _attempt_in(backend, file.key), doubtful)
+    for file, named in zip(doubtful, heads, strict=True):
+        wanted = file.attempt or attempt or named
+        if named is not None and named == wanted and is_attempt(named):
+            sure.add(file.key)
+    left = [name for name in listed if name not in sure]
+    if left:
+        log_message(
+            logging.WARNING,
+            f"{backend.url}: {len(left)} files are listed there as data of a save that is replaced, and neither names "
+            f"nor contents prove it; they are left where they are: {', '.join(map(repr, left[:5]))}",
+        )
+    return frozenset(sure)
+
+
+def _attempt_in(backend: Backend, key: str) -> str | None:
+    """The attempt that a data file's first bytes name."""
+    head = bytearray(HEAD_BYTES)
+    try:
+        head = head[: min(backend.size(key), HEAD_BYTES)]
+        backend.read_ranges(key, [ByteRange(0, len(head))], [memoryview(head)])
+    except StorageError:
+        return None
+    return attempt_in_header(head)
+
+
 def keys_of_checkpoint(backend: Backend, keys: Iterable[str], before: bytes | None) -> frozenset[str]:
     """Every key of what is committed in the folder: what its `.metadata`, or its ranks' metadata, list."""
     owned: set[str] = set()
@@ -74,7 +125,8 @@ def keys_of_checkpoint(backend: Backend, keys: Iterable[str], before: bytes | No
         if data is None:
             continue
         try:
-            owned.update(filter(may_be_removed, Metadata.from_bytes(data, where=f"{backend.url}/{key}").files))
+            metadata = Metadata.from_bytes(data, where=f"{backend.url}/{key}")
+            owned |= removable(backend, metadata.files, metadata.settings.get("attempt", ""))
         except CheckpointError as error:
             log_message(logging.WARNING, f"{error} Its data files are left where they are.")
             owned.discard(key)
@@ -92,12 +144,7 @@ def _belongs(backend: Backend, info: KeyInfo, superseded: Collection[str]) -> bo
     """Whether one of the superseded attempts wrote the file: its name says so, or its head where the name is plain."""
     if carries_attempt(info.key, superseded):
         return True
-    head = bytearray(min(info.size, HEAD_BYTES))
-    try:
-        backend.read_ranges(info.key, [ByteRange(0, len(head))], [memoryview(head)])
-    except StorageError:
-        return False
-    return attempt_in_header(head) in superseded
+    return DataFileName.parse(info.key) is not None and _attempt_in(backend, info.key) in superseded
 
 
 def attempt_in_header(head: bytes | bytearray) -> str | None:

@@ -17,7 +17,7 @@ from hpdcp._base.errors import (
 )
 from hpdcp._files import registry
 from hpdcp._files.lease import SILENT_SECONDS, Lease
-from hpdcp._files.leftovers import attempt_in_header
+from hpdcp._files.leftovers import attempt_in_header, removable
 from hpdcp._files.publish import read_or_none
 from hpdcp._format.checksums import HEAD_BYTES
 from hpdcp._format.file_names import (
@@ -131,9 +131,11 @@ class FolderContents:
                        if LEASE in self.infos else ".")
                 ) from error  # fmt: skip
             self.documents[key] = data
-            self.listed |= {name: metadata.files[name] for name in _data_files(metadata.files)}
-            if is_attempt(metadata.settings.get("attempt", "")):
-                self.committed.add(metadata.settings["attempt"])
+            attempt = metadata.settings.get("attempt", "")
+            listed = removable(self.backend, _data_files(metadata.files), attempt)
+            self.listed |= {name: metadata.files[name] for name in listed}
+            if is_attempt(attempt):
+                self.committed.add(attempt)
 
     def _read_lease(self) -> None:
         self.lease_bytes = read_or_none(self.backend, LEASE) if LEASE in self.infos else None
@@ -143,7 +145,9 @@ class FolderContents:
         self.attempts |= set(filter(is_attempt, [*self.lease.superseded, self.lease.attempt]))
         # `replacing` is what an attempt means to remove once it has committed, or what is committed still.
         kept = [key for key, _ in self.lease.replaced]
-        for key in _data_files([*kept, *self.lease.replacing, *self._made_by(self.lease)]):
+        leased = _data_files([*kept, *self.lease.replacing, *self._made_by(self.lease)])
+        there = [key for key in leased if key not in self.listed and (key in self.infos or "/" in key)]
+        for key in removable(self.backend, there, None):
             self.listed.setdefault(key, 0)
 
     def _made_by(self, lease: Lease) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import time
@@ -199,7 +200,7 @@ class PosixBackend(Backend):
         for key, path in paths.items():
             self._forget(path)
             try:
-                self._looking_up(path, partial(os.unlink, path))
+                self._looking_up(path, partial(self._unlink, key, path))
                 folders[os.path.dirname(path)] = key
             except (FileNotFoundError, NotADirectoryError):
                 continue
@@ -229,6 +230,28 @@ class PosixBackend(Backend):
                     with contextlib.suppress(FileNotFoundError):
                         if now - entry.stat(follow_symlinks=False).st_mtime >= silent_for:
                             os.unlink(os.path.join(self.url, entry.name))
+
+    def _unlink(self, key: str, path: str) -> None:
+        """Remove the name, below the root only: a folder on the way that is a link is as one that is not there."""
+        folders, _, name = key.rpartition("/")
+        if not folders:
+            os.unlink(path)
+            return
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        descriptor = os.open(self.url, flags)
+        try:
+            for folder in folders.split("/"):
+                try:
+                    below = os.open(folder, flags | os.O_NOFOLLOW, dir_fd=descriptor)
+                except OSError as error:
+                    if error.errno == errno.ELOOP:
+                        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+                    raise
+                os.close(descriptor)
+                descriptor = below
+            os.unlink(name, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
 
     def _forget(self, path: str) -> None:
         """Close what is open of `path`: the space of a file that is deleted is free only then."""

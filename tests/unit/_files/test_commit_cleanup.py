@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from hpdcp._files.commit import Attempt
 from hpdcp._files.lease import Lease
 from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp._format.metadata import Metadata
+from hpdcp._format.strings import StringColumn
+from hpdcp_backends.generic import GenericBackend
 from hpdcp_backends.local import LocalBackend
 
 
@@ -217,3 +221,49 @@ def test_a_rank_alone_whose_old_files_cannot_be_removed_keeps_what_it_published(
     hpdcp.save(state(2.0), checkpoint_id=tmp_path, no_dist=True)
     assert loaded(tmp_path, no_dist=True) == 2.0
     assert set(old.files) <= names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["train.py", "_rank0_.safetensors", "_rank0_.0123456789abcdef.bytes", "out/config.json"]
+)
+@pytest.mark.parametrize("no_dist", [False, True])
+def test_a_strangers_metadata_removes_no_file_that_is_not_proven_its_own(
+    tmp_path: Path, name: str, no_dist: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, outside = tmp_path / "ckpt", tmp_path / "outside"
+    outside.mkdir()
+    old = hpdcp.save(state(), checkpoint_id=folder, no_dist=no_dist)
+    (folder / "out").symlink_to(outside)
+    (folder / name).write_text("precious")
+    listed = replace(old.storage, file_names=StringColumn.from_strings([name, *list(old.storage.file_names)[1:]]))
+    key = "0.metadata" if no_dist else METADATA
+    (folder / key).write_bytes(old.with_storage(listed, {}).to_bytes())
+    with caplog.at_level("WARNING", logger="hpdcp"):
+        hpdcp.save(state(2.0), checkpoint_id=folder, no_dist=no_dist)
+    assert (folder / name).read_text() == "precious"
+    assert loaded(folder, no_dist=no_dist) == 2.0
+    assert name in caplog.text and "left where they are" in caplog.text
+
+
+def test_plain_names_of_an_earlier_version_go_where_their_first_bytes_name_the_attempt(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    shutil.copytree(Path(__file__).parents[2] / "golden" / "version_1" / "together", folder)
+    mine = folder / "_rank1_.bytes"
+    mine.write_text("a file of the user's, by now")
+    new = hpdcp.save(state(), checkpoint_id=folder)
+    assert names(folder) == {METADATA, LEASE, mine.name, *new.files}
+
+
+def test_deletion_follows_no_link_out_of_the_folder(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "ckpt", tmp_path / "outside"
+    for made in (outside / "deep", folder / "inner"):
+        made.mkdir(parents=True)
+    for path in (outside / "file", outside / "deep" / "file", folder / "inner" / "file"):
+        path.write_text("precious")
+    (folder / "link").symlink_to(outside)
+    (folder / "inner" / "link").symlink_to(outside / "deep")
+    for backend in (LocalBackend(str(folder)), GenericBackend(f"file://{folder}")):
+        backend.delete(["link/file", "link/deep/file", "inner/link/file"])
+    assert (outside / "file").exists() and (outside / "deep" / "file").exists()
+    LocalBackend(str(folder)).delete(["inner/file"])
+    assert not (folder / "inner" / "file").exists()
