@@ -146,7 +146,8 @@ class StandardSavePlanner(SavePlanner):
     def _bytes_of(self, leaf: Leaf) -> bytes:
         data = self._objects.get((leaf.fqn, leaf.owner))
         if data is None:
-            data = self._objects[leaf.fqn, leaf.owner] = objects.encode(leaf.value, key=leaf.fqn).data
+            encoded = objects.encode(leaf.value, key=leaf.fqn, tensors=leaf.owner is not None)
+            data = self._objects[leaf.fqn, leaf.owner] = encoded.data
         return data
 
 

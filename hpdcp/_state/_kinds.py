@@ -46,7 +46,9 @@ def kind_of(value: object) -> Kind:
         return told
     if isinstance(value, torch.Tensor):
         # A class that lists its own chunks (DTensor, LocalShardsWrapper) is one tensor, whatever it wraps.
-        wraps = hasattr(kind, "__tensor_flatten__") and not hasattr(kind, "__create_chunk_list__")
+        # So is the result of a collective that is under way, which has `trigger_wait`.
+        whole = hasattr(kind, "__create_chunk_list__") or hasattr(kind, "trigger_wait")
+        wraps = hasattr(kind, "__tensor_flatten__") and not whole
         return Kind.WRAPPER if wraps else Kind.TENSOR
     if isinstance(value, PerRank):
         return Kind.PER_RANK

@@ -29,6 +29,7 @@ from typing import Final, TypeAlias, cast
 import numpy as np
 import torch
 
+from hpdcp._devices.memory import memory_range
 from hpdcp._format.dtypes import SAFETENSORS_NAMES
 from hpdcp._state._array_data import Array, NotTypedError, array_bytes, describe, described
 from hpdcp._state._classes import class_name, is_namedtuple, is_reachable
@@ -61,11 +62,17 @@ class Attachment:
     data: bytes
 
 
+class HiddenTensorError(Exception):
+    """A tensor inside a value that must not have one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Encoder:
     """Turns values into JSON; arrays and long bytes become `attachments`, or base64 in the JSON when that is None."""
 
     attachments: list[Attachment] | None = field(default_factory=list)
+    tensors: bool = True
+    """Whether there may be tensors inside; else HiddenTensorError."""
 
     def encode(self, value: object, depth: int = 0) -> Json:
         """The JSON of `value`; NotTypedError when it holds a type not listed here, TooDeepError when it never ends."""
@@ -87,7 +94,7 @@ class Encoder:
             return {key: self.encode(item, depth) for key, item in value.items()}
         if isinstance(value, (set, frozenset)) and kind in (set, frozenset):
             # Without attachments: the number of one would depend on the order the set happens to have in this process.
-            inline = Encoder(None)
+            inline = Encoder(None, self.tensors)
             return {f"${kind.__name__}": sorted((inline.encode(item, depth) for item in value), key=dumps)}
         record = RECORDS.get(kind)
         if record is not None:
@@ -107,6 +114,8 @@ class Encoder:
                 # C's long and long long are one dtype, and two classes of scalars.
                 raise NotTypedError(class_name(kind))
             return {"$scalar": [self.encode(descr, depth), _base64(array_bytes(np.asarray(value), "C"))]}
+        if isinstance(value, torch.Tensor) and not self.tensors:
+            raise HiddenTensorError
         if isinstance(value, torch.Tensor) and kind in (torch.Tensor, torch.nn.Parameter):
             return self._tensor(value, depth)
         if isinstance(value, Enum) and type(value).__members__.get(value.name) is value and is_reachable(kind):
@@ -128,6 +137,7 @@ class Encoder:
         strange = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or vars(tensor)
         if strange:
             raise NotTypedError(f"{class_name(type(tensor))} ({tensor.layout}, {tensor.dtype}, on {tensor.device})")
+        memory_range(tensor)
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)

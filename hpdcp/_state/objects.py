@@ -32,9 +32,9 @@ from hpdcp._base.errors import (
 from hpdcp._format.container import TensorEntry, build_header, parse_header
 from hpdcp._format.dtypes import DTYPE_BITS
 from hpdcp._state._array_data import NotTypedError
-from hpdcp._state._classes import MissingClassError
+from hpdcp._state._classes import MissingClassError, class_name
 from hpdcp._state._pickle_bounds import UnboundedPickleError, check_bounds, repacked
-from hpdcp._state._typed_json import MAX_DEPTH, Attachment, Encoder, Json, TooDeepError, dumps
+from hpdcp._state._typed_json import MAX_DEPTH, Attachment, Encoder, HiddenTensorError, Json, TooDeepError, dumps
 from hpdcp._state._typed_reading import loads
 
 _TREE: Final = "hpdcp.object"
@@ -61,12 +61,13 @@ class EncodedObject:
     """Written by `torch.save`: equal values may then differ in their bytes (the order of a set, what shares what)."""
 
 
-def encode(value: object, *, key: str) -> EncodedObject:
+def encode(value: object, *, key: str, tensors: bool = True) -> EncodedObject:
     """The bytes of `value`; equal values of equal types give equal bytes in every process, unless `pickled`.
 
-    `key` names the value in messages. Warns with PickledObjectWarning, at once, when `decode` would refuse the result
-    by default. Raises UnsupportedTypeError for what cannot be stored at all: nesting without end, and objects that
-    pickle refuses (open files, locks, lambdas).
+    `key` names the value in messages. `tensors`: whether there may be tensors inside; a value that ranks share must
+    have none, since one rank's would stand for those of all. Warns with PickledObjectWarning, at once, when `decode`
+    would refuse the result by default. Raises UnsupportedTypeError for what cannot be stored at all: nesting without
+    end, objects that pickle refuses (open files, locks, lambdas), and tensors where there may be none.
     """
     # The JSON encoder takes longer to set up than these take to write.
     if isinstance(value, str) and type(value) is str and value.isascii():
@@ -75,15 +76,43 @@ def encode(value: object, *, key: str) -> EncodedObject:
         return EncodedObject(repr(value).encode("ascii"), False)
     attachments: list[Attachment] = []
     try:
-        tree = Encoder(attachments).encode(value)
+        tree = Encoder(attachments, tensors).encode(value)
         return EncodedObject(_pack(tree, attachments) if attachments else dumps(tree).encode("utf-8"), False)
     except NotTypedError as error:
+        if not tensors and _pickles_a_tensor(value):
+            raise _hidden_tensor(key, value) from None
         return _pickle(value, key, str(error))
+    except HiddenTensorError:
+        raise _hidden_tensor(key, value) from None
     except (TooDeepError, RecursionError) as error:
         raise UnsupportedTypeError(
             f"{key!r} is nested more than {MAX_DEPTH} levels deep, or contains itself; such a value cannot be stored. "
             "Flatten it, or break the cycle."
         ) from error
+
+
+def _hidden_tensor(key: str, value: object) -> UnsupportedTypeError:
+    return UnsupportedTypeError(
+        f"{key!r} is a {class_name(type(value))} with a tensor inside it, which would be stored as one rank has it, "
+        "whatever other ranks hold. Put the tensor into a dict, list or tuple of the state dict "
+        "under a name of its own; wrap the value in PerRank where each rank is to keep its own."
+    )
+
+
+class _TensorFinder(pickle.Pickler):
+    def persistent_id(self, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            raise HiddenTensorError
+
+
+def _pickles_a_tensor(value: object) -> bool:
+    try:
+        _TensorFinder(BytesIO(), protocol=5, buffer_callback=lambda _: False).dump(value)
+    except HiddenTensorError:
+        return True
+    except Exception:  # noqa: BLE001 - whatever cannot be pickled is refused, with its reason, where it is to be
+        return False
+    return False
 
 
 def is_pickled(data: bytes) -> bool:

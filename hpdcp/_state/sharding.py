@@ -14,7 +14,7 @@ from hpdcp._state._chunked import Chunked, filled_shards, is_chunked
 from hpdcp._state._dense import dense
 from hpdcp._state._dtensor_layout import dtensor_layout
 from hpdcp._state._local_shards import FlatSpan, LocalChunk, LocalShards
-from hpdcp._state._placements import KNOWN_PLACEMENTS, local_tensor, normalised
+from hpdcp._state._placements import KNOWN_PLACEMENTS, arrived, local_tensor, normalised
 from hpdcp._state.geometry import Box, intersect
 
 __all__ = ["FlatSpan", "LocalChunk", "LocalShards", "local_shards"]
@@ -39,7 +39,7 @@ def local_shards(tensor: torch.Tensor, *, key: str) -> LocalShards:
         return _shards_of_dtensor(tensor, key)
     if isinstance(tensor, Chunked):
         return _shards_of_chunked(tensor, tensor.shape, tensor.dtype, key)
-    return _shards_of_plain(tensor, key)
+    return _shards_of_plain(arrived(tensor), key)
 
 
 def _shards_of_plain(tensor: torch.Tensor, key: str) -> LocalShards:
