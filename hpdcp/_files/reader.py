@@ -8,6 +8,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from hpdcp._base import arguments, config, progress
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import (
@@ -28,6 +30,7 @@ from hpdcp._files.foreign import files_explained, recognise_folder
 from hpdcp._files.huggingface_folder import choose_file, read_weights
 from hpdcp._files.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
 from hpdcp._files.layout import Layout, Verify
+from hpdcp._files.links import check_links
 from hpdcp._files.parallel import for_each_file
 from hpdcp._files.publish import read_or_none
 from hpdcp._format.file_names import LEASE, METADATA, is_data_key, rank_metadata_key, rank_of_metadata_key
@@ -169,6 +172,8 @@ class FileSystemReader(StorageReader):
     def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:
         with self.missing_files_explained():
             self._layout.check(self.backend, self._known, plan.items)
+        files = np.unique(self._known.storage.file[plan.item_columns.storage_row]).tolist()
+        check_links(self.backend.url, (self._known.storage.file_names[file] for file in files))
         return plan.with_storage_data({"url": self.backend.url})
 
     def optimize_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:

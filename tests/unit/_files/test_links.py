@@ -1,0 +1,43 @@
+"""Data files that are links out of the checkpoint's folder are not read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpdcp
+from hpdcp import config
+from hpdcp.errors import CorruptCheckpointError
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "zarr"])
+def test_a_data_file_that_is_a_link_out_of_the_folder_is_not_followed(layout: str, tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    with config.using(layout=layout):
+        hpdcp.save({"w": torch.ones(2), "step": 1}, checkpoint_id=folder)
+    for name in [path for path in folder.rglob("*") if path.is_file() and path.name not in (".metadata", ".attempt")]:
+        outside = tmp_path / "outside"
+        name.rename(outside)
+        name.symlink_to(outside)
+        target = {"w": torch.zeros(2), "step": 0}
+        if name.suffix == ".json":  # describes an array to others, and is not read
+            hpdcp.load(target, checkpoint_id=folder)
+        else:
+            with pytest.raises(CorruptCheckpointError, match="is a link to"):
+                hpdcp.load(target, checkpoint_id=folder)
+            assert not target["w"].any()
+        name.unlink()
+        outside.rename(name)
+
+
+def test_links_to_the_folder_and_within_it_are_followed(tmp_path: Path) -> None:
+    hpdcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step")
+    (tmp_path / "latest").symlink_to(tmp_path / "step")
+    (name,) = (tmp_path / "step").glob("*.safetensors")
+    name.rename(name.with_name("kept"))
+    name.symlink_to("kept")
+    target = {"w": torch.zeros(2)}
+    hpdcp.load(target, checkpoint_id=tmp_path / "latest")
+    assert target["w"].all()
