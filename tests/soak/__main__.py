@@ -63,6 +63,15 @@ CAMPAIGNS = (
         200,
         unit="loads",
     ),
+    Campaign(
+        "hostile_inputs",
+        lambda _, seed: [
+            *(sys.executable, "-W", "ignore", "-m", "tests.soak.hostile_inputs"),
+            *("--inputs", "2000", "--seed", str(seed)),
+        ],
+        2000,
+        unit="hostile inputs",
+    ),
     Campaign("kill_s3_saves", lambda _, seed: [*_S3, *_module("tests.soak.kill_s3_saves", 20, seed)], 20, place="s3"),
     Campaign("kill_nfs_saves", lambda _, seed: _on_nfs("tests.faults.kill_saves", 20, seed), 20, place="nfs"),
 )
