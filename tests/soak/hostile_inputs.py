@@ -223,8 +223,9 @@ def run_typed(chance: Chance) -> None:
 
 _OPCODES = (
     b"N", b"\x88", b")", b"]", b"}", b"\x8f", b"(", b"t", b"\x85", b"\x86", b"\x87", b"R", b"\x81", b"b", b"Q", b"a",
-    b"e", b"s", b"u", b"q\x00", b"q\x01", b"h\x00", b"h\x01", b"K\x05", b"\x8a\x06" + bytes(5) + b"\x01", b"G" + bytes(8),
-    b"X\x01\x00\x00\x00x", b"X\x07\x00\x00\x00storage", b"X\x01\x00\x00\x000", b"X\x03\x00\x00\x00cpu", b"U\x02ab",
+    b"e", b"s", b"u", b"q\x00", b"q\x01", b"h\x00", b"h\x01", b"K\x05", b"\x8a\x06" + bytes(5) + b"\x01",
+    b"G" + bytes(8), b"X\x01\x00\x00\x00x", b"X\x07\x00\x00\x00storage", b"X\x01\x00\x00\x000", b"X\x03\x00\x00\x00cpu",
+    b"U\x02ab",
     b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n", b"c_codecs\nencode\n", b"ccollections\nOrderedDict\n",
     b"ctorch\nFloatStorage\n", b"ctorch.storage\nUntypedStorage\n", b"ctorch._utils\n_rebuild_tensor_v2\n",
     b"ctorch._utils\n_rebuild_qtensor\n", b"ctorch\nFloatTensor\n", b"ctorch\nSize\n", b"cbuiltins\nset\n",
