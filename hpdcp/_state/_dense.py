@@ -40,7 +40,9 @@ def _check_class(tensor: torch.Tensor, key: str) -> None:
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedTypeError(
             f"{key}: a {kind.__module__}.{kind.__qualname__} holds its values in other tensors, so it has no memory "
-            "to store. Put the tensors inside it into the state dict instead."
+            "to store. Use a DTensor, or put the tensors inside it into the state dict, with a ChunkInfo that says "
+            "which box of the whole it is where ranks hold different shards, since under one name plain tensors are "
+            "taken for the same on all ranks."
         )
 
 

@@ -190,3 +190,14 @@ def test_a_conjugate_view_and_another_chunk_of_the_same_memory_are_not_ties() ->
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.zeros(3, 0), torch.empty(3, device="meta"), fake()])
 def test_tensors_without_memory_are_tied_to_nothing(tensor: torch.Tensor) -> None:
     assert tie_key(tensor) is None
+
+
+def test_the_advice_for_classes_without_memory_does_not_lead_to_shards_under_one_name() -> None:
+    class Wraps(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *args: object, **kwargs: object) -> object:
+            raise AssertionError
+
+    wraps = torch.Tensor._make_wrapper_subclass(Wraps, (2,))
+    with pytest.raises(UnsupportedTypeError, match=r"^w: .*Wraps.*ChunkInfo"):
+        local_shards(wraps, key="w")
