@@ -69,6 +69,9 @@ _ADVICE: Final = {
     "CertificateError": "Trust the server's certificate: client_kwargs verify=FILE, or AWS_CA_BUNDLE.",
     "EndpointConnectionError": "Nothing answers at the endpoint: check its host and port (endpoint_url in "
     "storage_options, AWS_ENDPOINT_URL), and the network.",
+    "ReadTimeoutError": "The endpoint takes connections and does not answer: check that a server of S3 listens there "
+    "(endpoint_url in storage_options, AWS_ENDPOINT_URL), and that it is not overloaded.",
+    "SSLError": "No TLS is spoken there: check https:// against http:// in the endpoint, and its port.",
     "ConnectTimeoutError": "Nothing answers at the endpoint: check its host and port, and the network.",
 }
 _ERRNO: Final = {
@@ -169,7 +172,9 @@ def from_botocore(error: Exception) -> RequestFailedError:
         error,
         botocore_errors.EndpointConnectionError
         | botocore_errors.ConnectTimeoutError
-        | botocore_errors.ProxyConnectionError,
+        | botocore_errors.ProxyConnectionError
+        # The handshake: nothing was sent.
+        | botocore_errors.SSLError,
     )
     # urllib3's errors that botocore lets through while a body is read are OSErrors or name their module.
     connection = isinstance(error, botocore_errors.HTTPClientError | botocore_errors.IncompleteReadError | OSError)

@@ -18,7 +18,11 @@ _FIRST_WAIT: Final = 0.2
 _LONGEST_WAIT: Final = 10.0
 _AT_LEAST: Final = 2
 _FIRST_CONTACT_SECONDS: Final = 4.0
-"""How long a server that has never answered is tried: a wrong host or port is told within seconds, not minutes."""
+"""How long a server that has never answered is tried: a wrong host, port or protocol is told within seconds, and one
+that takes connections and is silent after one `read_timeout`."""
+
+_SILENT_SECONDS: Final = 5.0
+"""After which a request that is tried again is told of as a warning."""
 
 
 @dataclass
@@ -54,7 +58,7 @@ class Retries:
             try:
                 result = request()
             except RequestFailedError as failure:
-                self.reached = self.reached or failure.status is not None or failure.doubtful
+                self.reached = self.reached or failure.status is not None
                 if doubts is not None and failure.doubtful:
                     doubts.append(failure)
                 wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2**sent) * random.uniform(0.5, 1)
@@ -63,7 +67,9 @@ class Retries:
                 late = spent + wait > limit and (sent >= _AT_LEAST or not self.reached)
                 if not failure.temporary or sent == self.most or late:
                     raise
-                _LOG.info("S3 request failed (%s); trying again in %.1f s", failure, wait)
+                # Of a busy server that is nothing special; of one that is silent somebody wants to hear why he waits.
+                told = logging.INFO if self.reached and spent < _SILENT_SECONDS else logging.WARNING
+                _LOG.log(told, "S3 request failed after %.1f s (%s); trying again in %.1f s", spent, failure, wait)
                 if stop is None:
                     time.sleep(wait)
                 elif stop.wait(wait):

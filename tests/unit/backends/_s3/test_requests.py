@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import random
 import threading
 from collections.abc import Sequence
@@ -108,6 +109,15 @@ def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_not(w
     assert sum(waits) <= 4
     assert retries.call(Server(0, UNREACHABLE)) == 1
     assert retries.call(Server(12, UNREACHABLE)) == 13
+
+
+def test_silence_is_no_answer_and_is_told_of(waits: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    """As where something accepts connections and never answers: each try costs its whole timeout."""
+    silent = RequestFailedError("ReadTimeoutError", "", temporary=True)
+    with pytest.raises(RequestFailedError, match="ReadTimeoutError"), caplog.at_level(logging.WARNING):
+        Retries(100, 120).call(Server(100, silent))
+    assert sum(waits) <= 4
+    assert "ReadTimeoutError" in caplog.text
 
 
 def test_a_request_that_takes_longer_than_all_the_time_is_still_sent_three_times(waits: list[float]) -> None:
