@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +12,12 @@ from datetime import timedelta
 from typing import Final
 
 import torch.distributed as dist
+import typer
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from hpdcp._base import config
+from hpdcp._base.errors import PeerLostError
 from hpdcp._convert.conversion import Conversion
 from hpdcp._convert.copy import convert_dcp_to_dcp
 from hpdcp._convert.to_checkpoint import convert_full_checkpoint_to_dcp
@@ -31,6 +36,7 @@ from hpdcp.commands.convert_options import (
     LayoutName,
     MaxShardSize,
     NameMap,
+    NoDist,
     Overwrite,
     PrefixOfAll,
     PrefixOfSafetensors,
@@ -45,6 +51,11 @@ from hpdcp.commands.output import leave_to_rank_0, print_json, show
 
 _LONGEST_STEP: Final = timedelta(days=7)
 """A rank that is done waits for those that still write, however long that takes: torchrun ends all when one dies."""
+_LONGEST_WAIT: Final = timedelta(seconds=120)
+"""For the other processes to start; many import torch from a busy file system at the same time."""
+_PATIENCE: Final = timedelta(seconds=5)
+"""After which it is said what is waited for."""
+_NO_DIST_ADVICE: Final = "Pass --no-dist to convert in this process alone."
 
 
 def hf_to_dcp(
@@ -53,6 +64,7 @@ def hf_to_dcp(
     prefix: PrefixOfAll = "",
     name_map: NameMap = None,
     dry_run: DryRun = False,
+    no_dist: NoDist = False,
     as_json: AsJson = False,
     bar: Bar = ShowBar.AUTO,
     src_backend: SrcBackend = None,
@@ -87,6 +99,7 @@ def torch_to_dcp(
     prefix: PrefixOfSafetensors = "",
     name_map: NameMap = None,
     dry_run: DryRun = False,
+    no_dist: NoDist = False,
     as_json: AsJson = False,
     bar: Bar = ShowBar.AUTO,
     src_backend: SrcBackend = None,
@@ -127,6 +140,7 @@ def dcp_to_hf(
     copy_from: CopyFrom = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
+    no_dist: NoDist = False,
     as_json: AsJson = False,
     bar: Bar = ShowBar.AUTO,
     src_backend: SrcBackend = None,
@@ -165,6 +179,7 @@ def dcp_to_torch(
     dst: Dst,
     allow_pickle: AllowPickle = False,
     dry_run: DryRun = False,
+    no_dist: NoDist = False,
     as_json: AsJson = False,
     bar: Bar = ShowBar.AUTO,
     src_backend: SrcBackend = None,
@@ -195,6 +210,7 @@ def dcp_to_dcp(
     dst: Dst,
     layout: LayoutName = None,
     dry_run: DryRun = False,
+    no_dist: NoDist = False,
     as_json: AsJson = False,
     bar: Bar = ShowBar.AUTO,
     src_backend: SrcBackend = None,
@@ -236,8 +252,37 @@ def _process_group(*, alone: bool) -> Iterator[None]:
     if alone or "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    dist.init_process_group("gloo", timeout=_LONGEST_STEP)
+    _join()
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _join() -> None:
+    """Meet the other processes that torchrun started.
+
+    Raises:
+        PeerLostError: they did not come, as where a rank of a training job started this command by itself.
+    """
+    who = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']} that torchrun started, by its environment"
+    waiting = threading.Timer(
+        _PATIENCE.total_seconds(),
+        lambda: typer.echo(f"hpdcp: this is {who}: waiting for the others. {_NO_DIST_ADVICE}", err=True),
+    )
+    waiting.daemon = True
+    waiting.start()
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=_LONGEST_WAIT))
+        # A prefix of its own: the trainer that started this process may have a group in the same store.
+        store = PrefixStore("hpdcp-convert", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_LONGEST_WAIT)
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        message = f"this is {who}, and the others did not come ({reason}). {_NO_DIST_ADVICE}"
+        if os.environ["LOCAL_RANK"] != "0":  # whose errors are not printed, since all ranks raise the same
+            typer.echo(f"hpdcp: {message}", err=True)
+        raise PeerLostError(message) from error
+    finally:
+        waiting.cancel()
+    dist.distributed_c10d._set_pg_timeout(_LONGEST_STEP, dist.group.WORLD)  # no public name

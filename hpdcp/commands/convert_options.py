@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
 
 from hpdcp.commands.name_maps import read_name_map
 from hpdcp.commands.options import backend_option, storage_options_option
+
+
+def _leave_torchrun(given: bool) -> bool:
+    if given:
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    return given
+
 
 Src = Annotated[str, typer.Argument(metavar="SRC", help="Folder, file or URL to read.", show_default=False)]
 Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder, file or URL to write.", show_default=False)]
@@ -58,6 +66,15 @@ Overwrite = Annotated[
 ]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Unpickle Python values that need it, which can run code from SRC.")
+]
+NoDist = Annotated[
+    bool,
+    typer.Option(
+        "--no-dist",
+        callback=_leave_torchrun,
+        is_eager=True,
+        help="Convert in this process alone, though torchrun's variables are set, as in a command that a rank starts.",
+    ),
 ]
 LayoutName = Annotated[
     str | None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +260,35 @@ def test_a_checkpoint_is_written_again_in_another_layout(checkpoint: Path, tmp_p
     command("verify", tmp_path / "arrays")
     command("rm", tmp_path / "arrays", "--yes")
     assert not list(tmp_path.glob("arrays/**/zarr.json"))
+
+
+@pytest.fixture
+def inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a command that a rank of a training job starts: torchrun's variables, and nobody to meet."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    told = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**told, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("inherited")
+def test_a_rank_that_converts_by_itself_hears_what_is_waited_for_and_not_for_ever(
+    folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpdcp.commands.convert._LONGEST_WAIT", timedelta(seconds=2))
+    monkeypatch.setattr("hpdcp.commands.convert._PATIENCE", timedelta(seconds=0.5))
+    answer = command("convert", "hf-to-dcp", folder, tmp_path / "dcp", status=3)
+    assert "process 1 of 2 that torchrun started, by its environment: waiting for the others" in answer.said
+    assert "the others did not come" in answer.said
+    assert "--no-dist" in answer.said
+    assert not (tmp_path / "dcp").exists()
+
+
+@pytest.mark.usefixtures("inherited")
+def test_no_dist_converts_in_this_process_alone_and_prints_what_it_did(
+    folder: Path, tmp_path: Path, command: Command
+) -> None:
+    answer = command("convert", "hf-to-dcp", folder, tmp_path / "dcp", "--no-dist")
+    assert "wrote a checkpoint" in answer.said
+    assert command("convert", "dcp-to-torch", tmp_path / "dcp", tmp_path / "a.pt", "--no-dist").said
