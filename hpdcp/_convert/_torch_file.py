@@ -18,6 +18,7 @@ import torch
 from hpdcp._base.backend import TEMPORARY_PREFIX, Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError, InvalidArgumentError, StorageError, UnsafePickleError
 from hpdcp._devices import device
+from hpdcp._state.objects import check_torch_file
 
 _BLOCK_BYTES: Final = 16 << 20
 """What is moved at a time between a store and a temporary file."""
@@ -61,6 +62,8 @@ def load_torch_file(path: str, *, shown: str) -> Mapping[Any, Any]:
         head = file.read(len(_ZIP))
     if head != _ZIP and head[:1] != _PICKLE:
         raise CorruptCheckpointError(f"{shown} is no whole file of torch.save: it begins with {head!r}.")
+    if head == _ZIP:
+        _require_bounded(path, shown)
     try:
         # What torch wrote before 1.6 is no zip and cannot be mapped.
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=head == _ZIP)
@@ -79,6 +82,19 @@ def load_torch_file(path: str, *, shown: str) -> Mapping[Any, Any]:
             "writes."
         )
     return found
+
+
+def _require_bounded(path: str, shown: str) -> None:
+    try:
+        check_torch_file(path)
+    except Exception as error:
+        # torch tells of code that the file names, which is the better answer where there is any.
+        with contextlib.suppress(Exception):
+            if torch.serialization.get_unsafe_globals_in_checkpoint(path):
+                return
+        raise CorruptCheckpointError(
+            f"{shown} is no whole file of torch.save: {type(error).__name__}: {error}."
+        ) from error
 
 
 def _named_code(path: str, error: pickle.UnpicklingError) -> str:

@@ -68,6 +68,12 @@ def resolve_checkpoint_id(checkpoint_id: str | Path) -> str:
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise InvalidArgumentError(f"checkpoint_id is {text!r}; expected a path or a URL.")
     text = str.__str__(text)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise InvalidArgumentError(
+            f"checkpoint_id is {text!r}, which has a lone surrogate: no file has such a name."
+        ) from None
     if isinstance(checkpoint_id, os.PathLike):
         head = text.split("/", 1)[0]
         if len(head) > 2 and head.endswith(":"):

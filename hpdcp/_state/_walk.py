@@ -11,7 +11,7 @@ from hpdcp._state._classes import class_name
 from hpdcp._state._holders import Holder, Loading
 from hpdcp._state._kinds import CONTAINERS, TENSORS, Kind, items_of, kind_of
 from hpdcp._state._typed_json import MAX_DEPTH
-from hpdcp._state.paths import Keys, Path, fqn_of, step_kind
+from hpdcp._state.paths import Keys, Path, fqn_of, step_kind, text_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +145,7 @@ class Walk:
         kind = step_kind(container)
         prefix = f"{fqn}." if path else ""
         for key, item in items_of(container):
-            self._visit(item, path.step(key, kind), f"{prefix}{key!s}", owner, (holder, key))
+            self._visit(item, path.step(key, kind), prefix + text_of(key), owner, (holder, key))
 
     def _leaf(self, fqn: str, path: Path, value: Any, owner: int | None, holder: tuple[Holder, Hashable]) -> Leaf:
         other = self._paths.setdefault(fqn, path)

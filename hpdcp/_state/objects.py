@@ -115,6 +115,13 @@ def _pickles_a_tensor(value: object) -> bool:
     return False
 
 
+def check_torch_file(path: str) -> None:
+    """Raise ValueError where reading the file of `torch.save` without running code takes more than its size lets
+    expect, or reads beyond its records; other errors mean that it is damaged."""
+    with open(path, "rb") as file:
+        check_bounds(file)
+
+
 def is_pickled(data: bytes) -> bool:
     """Whether `data`, as `encode` gave it, went through pickle: then equal values need not have equal bytes."""
     return data[:1] == bytes([_PICKLE])

@@ -63,7 +63,16 @@ def fqn_of(path: Sequence[Hashable]) -> str:
     >>> fqn_of(("optimizer", "state", 0, "exp_avg"))
     'optimizer.state.0.exp_avg'
     """
-    return ".".join(map(str, path))
+    return ".".join(map(text_of, path))
+
+
+def text_of(key: Hashable) -> str:
+    """The part of a name that a key is; UnsupportedTypeError where it has no text."""
+    try:
+        return str(key)
+    except ValueError as error:
+        # Python writes no integer of more than 4300 digits.
+        raise UnsupportedTypeError(f"a key has no text that could be its name ({error}). Use a shorter one.") from error
 
 
 def encode_path(path: Sequence[Hashable]) -> str:

@@ -22,6 +22,16 @@ def _require_file(status: os.stat_result, path: str) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
 
 
+_MOST_SPARSE: Final = 1 << 10
+_SMALL: Final = 64 << 20
+
+
+def _require_dense(status: os.stat_result, path: str) -> None:
+    """A file that is read whole holds what it is long: one that is nearly all hole takes no disk, and all of memory."""
+    if status.st_size > _SMALL and status.st_blocks * 512 < status.st_size // _MOST_SPARSE:
+        raise OSError(errno.EFBIG, "nearly all of the file is a hole, which nothing of hpdcp leaves", path)
+
+
 class OpenFile:
     """One version of a file, open for reading."""
 
@@ -58,6 +68,7 @@ def read_file(path: str) -> tuple[bytes, int]:
     """All bytes of the file, and how many it had when it was opened: more, if it was cut off meanwhile."""
     file = OpenFile(path)
     try:
+        _require_dense(os.fstat(file.descriptor), path)
         pieces: list[bytes] = []
         missing = file.size
         while missing and (piece := os.read(file.descriptor, missing)):

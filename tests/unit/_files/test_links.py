@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import hpdcp
 from hpdcp import config
-from hpdcp.errors import CorruptCheckpointError
+from hpdcp.errors import CorruptCheckpointError, InvalidArgumentError, StorageError, UnsupportedTypeError
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "zarr"])
@@ -41,3 +42,17 @@ def test_links_to_the_folder_and_within_it_are_followed(tmp_path: Path) -> None:
     target = {"w": torch.zeros(2)}
     hpdcp.load(target, checkpoint_id=tmp_path / "latest")
     assert target["w"].all()
+
+
+def test_metadata_that_is_a_hole_is_not_read_into_memory(tmp_path: Path) -> None:
+    hpdcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    os.truncate(tmp_path / ".metadata", 1 << 40)
+    with pytest.raises(StorageError, match=r"\.metadata"):
+        hpdcp.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path)
+
+
+def test_names_that_no_file_and_no_text_can_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="lone surrogate"):
+        hpdcp.save({"w": 1}, checkpoint_id=f"{tmp_path}/\ud800")
+    with pytest.raises(UnsupportedTypeError, match="digits"):
+        hpdcp.save({10**5000: 1}, checkpoint_id=tmp_path)
