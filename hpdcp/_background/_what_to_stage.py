@@ -13,9 +13,9 @@ from hpdcp._background._arena import Arena
 from hpdcp._background._sampled import Sampled
 from hpdcp._background._staging import StagedState, build_staged_state_dict, with_copied_values
 from hpdcp._base.config import Config
-from hpdcp._engine.save import plan_key
 from hpdcp._format.metadata import MetadataIndex
 from hpdcp._plan.plan_cache import PLANS, CachedPlan
+from hpdcp._plan.plan_key import plan_key
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.replica_rules import ALL, OFF, ReplicaRules
 from hpdcp._plan.samples import SAMPLE_BYTES
@@ -57,8 +57,7 @@ def stage(
         StorageError: there is no shared memory for it.
     """
     planner.configure_planner(with_copied_values(state_dict), context)
-    planner_key = planner.cache_key() if context.collective else None
-    key = None if planner_key is None else plan_key(writer, planner, planner_key)
+    key = plan_key(writer, planner, context, config)
     cached = [] if key is None else PLANS.find(key)
     plan, rest = _needed(cached, ReplicaRules(config.check_replicas)) if cached else (planner.build_local_plan(), None)
     budget = _staging_budget(config, arena)

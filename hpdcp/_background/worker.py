@@ -32,11 +32,12 @@ from hpdcp._background._worker_exchange import WorkerGroup, open_exchange
 from hpdcp._base import config, timing
 from hpdcp._base.errors import PeerLostError, StateDictError
 from hpdcp._comm.exchange import Failed
-from hpdcp._engine.save import plan_key, save_state
+from hpdcp._engine.save import save_state
 from hpdcp._files.publish import read_or_none
 from hpdcp._format.file_names import METADATA
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS
+from hpdcp._plan.plan_key import plan_key
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.standard_save_planner import StandardSavePlanner
@@ -102,7 +103,9 @@ class Worker:
     def _save(self, job: SaveJob, planner: SavePlanner) -> tuple[Metadata, bytes]:
         """What was published, and the plan of it where the trainer does not have that yet."""
         writer = job.writer.open(job.identity)
-        key = plan_key(writer, planner, job.key)
+        collective = job.coordination is not Coordination.NONE
+        context = PlannerContext(job.rank, job.world_size, job.rank == 0, collective)
+        key = plan_key(writer, planner, context, config.current())
         PLANS.retain(key, job.known)
         for plan in job.cached:
             PLANS.put(key, plan)
@@ -114,7 +117,7 @@ class Worker:
                     open_writer=lambda: writer,
                     planner=planner,
                     exchange=exchange,
-                    collective=job.coordination is not Coordination.NONE,
+                    collective=collective,
                 )
         except PeerLostError:
             published = published_by(job, writer)

@@ -19,6 +19,7 @@ from hpdcp._engine._replica_checksums import replica_report
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.agreement import check_agreement
 from hpdcp._plan.plan_cache import PLANS, CachedPlan
+from hpdcp._plan.plan_key import plan_key
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.replica_checks import boxes_to_compare, check_left_out, check_replicas
 from hpdcp._plan.replica_rules import ReplicaRules
@@ -98,10 +99,9 @@ class _Save:
         self._writer = self._open_writer()
         self._writer.configure_writer(self._context)
         self._planner.configure_planner(self._state_dict, self._context)
-        key = self._planner.cache_key() if self._context.collective else None
-        if key is None:
+        self._key = plan_key(self._writer, self._planner, self._context, settings)
+        if self._key is None:
             return [], b""
-        self._key = plan_key(self._writer, self._planner, key)
         found = PLANS.find(self._key)
         if not found:
             return [], b""
@@ -234,16 +234,6 @@ class _Save:
         part = self._part.with_storage_data({}).without_object_lengths().to_part(self._local_plan)
         whole = self._whole.without_object_lengths().to_bytes() if self._context.is_coordinator else None
         PLANS.put(self._key, CachedPlan(self._plan_id, local.to_bytes(), part, whole))
-
-
-def plan_key(writer: StorageWriter, planner: SavePlanner, key: Hashable) -> Hashable:
-    """Under which name `PLANS` holds plans that `writer` executes and `planner` has `key` for."""
-    rules = ReplicaRules(config.current().check_replicas)
-    return _class_name(writer), writer.cache_key(), _class_name(planner), key, rules.key()
-
-
-def _class_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _same_but_for_storage_data(planned: Sequence[SavePlan], final: Sequence[SavePlan]) -> bool:

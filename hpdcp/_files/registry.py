@@ -113,12 +113,7 @@ def open_backend(url: str, *, name: str | None = None, storage_options: Mapping[
         NotSupportedError: a package it needs is not installed.
     """
     settings = config.current()
-    wanted = name or settings.backend
-    if wanted == "auto":
-        route = settings.route_for(url)
-        wanted = route.backend if route is not None else "auto"
-    if wanted == "auto":
-        wanted = _by_place(url)
+    wanted = backend_name(url, name)
     options = settings.settings_for(wanted, url)
     build: Callable[..., Backend] = _find(wanted, "backend", _BACKENDS, "hpdcp.backends")
     merged = {**options.storage_options, **(storage_options or {})}
@@ -136,6 +131,16 @@ def open_backend(url: str, *, name: str | None = None, storage_options: Mapping[
         raise InvalidArgumentError(f"{error} {told}") from error
     except TypeError as error:
         raise InvalidArgumentError(f"backend {wanted!r} cannot be opened: {error}. {told}") from error
+
+
+def backend_name(url: str, name: str | None = None) -> str:
+    """The name of the backend that `open_backend` opens; InvalidArgumentError where none serves the scheme."""
+    settings = config.current()
+    wanted = name or settings.backend
+    if wanted == "auto":
+        route = settings.route_for(url)
+        wanted = route.backend if route is not None else "auto"
+    return _by_place(url) if wanted == "auto" else wanted
 
 
 def _refuse_unknown_tables(kind: str, tables: Iterable[str], built_in: Mapping[str, str]) -> None:

@@ -116,9 +116,10 @@ class FileSystemWriter(StorageWriter):
         return self.open_location()
 
     def cache_key(self) -> Hashable:
-        name = self._layout_name or config.current().layout
-        options = config.layout_settings(name)
-        return name, tuple((key, repr(options[key].value)) for key in sorted(options))
+        # Beside this only the configuration, which is in the key of every plan.
+        layout = registry.find_layout(self._layout_name or config.current().layout)
+        backend = None if self._url is None else registry.backend_name(self._url, self._backend_name)
+        return self._layout_name, layout, backend, repr(sorted(self._storage_options))
 
     # The steps of a save, in the order in which `StorageWriter` lists them.
 

@@ -62,10 +62,12 @@ class StorageWriter(ABC):
         """The earlier name of `open_location`, which a writer may still implement in its stead."""
         raise NotSupportedError(f"{type(self).__name__} saves to no location that a backend can open.")
 
-    def cache_key(self) -> Hashable:
-        """Equal for two saves exactly when this writer arranges equal plans alike, so that one's may serve the other.
+    def cache_key(self) -> Hashable | None:
+        """Equal for two saves exactly when this writer arranges equal plans alike, so that one's may serve the other;
+        None: never use a plan again.
 
-        Asked of a writer that is not configured as well. Values of immutable plain types only.
+        It tells what `arrange_global_plan` depends on beside the configuration: a class that overrides that one and not
+        this one always plans in full. Asked of a writer that is not configured as well.
         """
         return ()
 

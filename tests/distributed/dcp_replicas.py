@@ -16,6 +16,7 @@ from hpdcp._base.errors import ReplicaMismatchError
 from hpdcp._plan import replicas
 from hpdcp._plan.plan_cache import PLANS
 from tests.support.job import Job
+from tests.support.plan_variants import VARIANTS, save_as, walk_all_pairs
 
 RANKS = 3
 SOON = 120.0
@@ -142,4 +143,16 @@ def test_rules_changed_between_two_saves_make_another_plan(ranks: Job, folder: P
     assert torch.equal(target["w"], torch.zeros(LARGE))
     errors = ranks.errors(lambda: save(state, folder / "again"))
     assert [type(error) for error in errors] == [ReplicaMismatchError] * RANKS
+    ranks.barrier()
+
+
+def test_every_way_of_saving_after_every_other_is_as_if_it_were_the_first(ranks: Job, folder: Path) -> None:
+    state = {"w": torch.arange(600.0).reshape(20, 30), "v": torch.ones(50), f"own{ranks.rank}": torch.ones(7), "n": [1]}
+    fresh = {}
+    for name in VARIANTS:
+        PLANS.clear()
+        fresh[name] = save_as(name, state, folder / "fresh" / name)
+    PLANS.clear()
+    for turn, name in enumerate(walk_all_pairs(list(VARIANTS))):
+        assert save_as(name, state, folder / str(turn)) == fresh[name], name
     ranks.barrier()

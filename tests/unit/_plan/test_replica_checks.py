@@ -176,6 +176,20 @@ def test_a_python_value_is_compared_whole() -> None:
         compare(states)
 
 
+class Pickled:
+    """Typed JSON does not know it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@pytest.mark.filterwarnings("ignore::hpdcp._state.objects.PickledObjectWarning")
+def test_a_pickled_value_is_compared_as_any_other() -> None:
+    compare([{"own": Pickled(1)}, {"own": Pickled(1)}])
+    with pytest.raises(ReplicaMismatchError, match="'own'"):
+        compare([{"own": Pickled(1)}, {"own": Pickled(2)}])
+
+
 def test_a_message_names_no_more_than_can_be_read() -> None:
     states = [{f"w{number}": torch.full((4,), float(rank)) for number in range(500)} for rank in range(9)]
     with pytest.raises(ReplicaMismatchError, match=r"500 keys .* and \d+ more") as caught:
