@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpdcp._base import progress
@@ -22,7 +23,7 @@ from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata
 from hpdcp._state import objects
 from hpdcp._state.geometry import Box
-from hpdcp._state.paths import Path, build_tree, decode_path
+from hpdcp._state.paths import Path, build_tree, build_value, decode_path
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
@@ -82,7 +83,8 @@ def _merged_paths(metadata: Metadata, values: Mapping[int, Any]) -> Iterator[tup
         for depth in range(len(path) + 1)
     }
     gathered: dict[Path, list[list[tuple[Path, Any]]]] = {}
-    for row, (path, owner) in enumerate(zip(paths, owners, strict=True)):
+    for row in np.argsort(metadata.entries.positions, kind="stable").tolist():
+        path, owner = paths[row], owners[row]
         if owner < 0:
             yield path, values[row]
             continue
@@ -98,8 +100,4 @@ def _value(parts: Sequence[tuple[Path, Any]]) -> Any:
     """One rank's value, from what it kept below the top; None where it kept nothing."""
     if not parts:
         return None
-    if len(parts) == 1 and not parts[0][0]:
-        return parts[0][1]
-    # A tree starts in a dict, whatever this one starts in.
-    under = ((Path(("", *path), ("dict", *path.kinds)), value) for path, value in parts)
-    return build_tree(under)[""]
+    return build_value(parts)

@@ -30,6 +30,7 @@ def check_columns(entries: EntryTable, chunks: ChunkTable, storage: StorageTable
         ("entry.dtype", entries.dtype_codes, n),
         ("entry.owner", entries.owners, n),
         ("entry.shape", entries.shape_ends, n),
+        ("entry.position", entries.positions, n),
         ("chunk.ends", chunks.ends, m),
         ("storage.file", storage.file, m),
         ("storage.offset", storage.offset, m),

@@ -50,6 +50,8 @@ class Entry:
     """The rank, for state under `PerRank`."""
     target: str = ""
     """For an alias, the fqn that stores the bytes."""
+    position: int = 0
+    """Where it came in the state dict that it was saved from, counted over all names: the order of keys."""
 
 
 def ends_of(lengths: I64) -> I64:
@@ -107,6 +109,8 @@ class EntryTable:
     targets: StringColumn
     shape_ends: I64
     shape_dims: I64
+    positions: I64
+    """The order of the names in the state dict; all 0 where it was not recorded."""
 
     @classmethod
     def from_entries(cls, entries: Sequence[Entry]) -> EntryTable:
@@ -122,6 +126,7 @@ class EntryTable:
             targets=StringColumn.from_strings([entry.target for entry in entries]),
             shape_ends=ends_of(_ints(len(entry.shape) for entry in entries)),
             shape_dims=_ints(dim for entry in entries for dim in entry.shape),
+            positions=_ints(entry.position for entry in entries),
         )
 
     def __len__(self) -> int:
@@ -137,6 +142,7 @@ class EntryTable:
             shape=self.shape(row),
             owner=None if owner < 0 else owner,
             target=self.targets[row],
+            position=int(self.positions[row]),
         )
 
     def names(self) -> list[str]:
@@ -152,6 +158,10 @@ class EntryTable:
         """The global shape of `row`."""
         start = int(self.shape_ends[row - 1]) if row else 0
         return tuple(self.shape_dims[start : int(self.shape_ends[row])].tolist())
+
+    def position_key(self, row: int) -> tuple[int, int]:
+        """Sorts rows in the order of the state dict; in their own where that was not recorded."""
+        return int(self.positions[row]), row
 
     def ndims(self) -> I64:
         """Number of dimensions of each row; 0 for objects."""
@@ -177,6 +187,7 @@ class EntryTable:
             f"{prefix}target.ends": self.targets.ends,
             f"{prefix}shape.ends": self.shape_ends,
             f"{prefix}shape.dims": self.shape_dims,
+            f"{prefix}position": self.positions,
         }
 
     @classmethod
@@ -191,6 +202,10 @@ class EntryTable:
             targets=strings_from(columns, f"{prefix}target"),
             shape_ends=column(columns, f"{prefix}shape.ends", np.int64),
             shape_dims=column(columns, f"{prefix}shape.dims", np.int64),
+            # Since version 1.2.
+            positions=column(columns, f"{prefix}position", np.int64)
+            if f"{prefix}position" in columns
+            else np.zeros(len(columns[f"{prefix}kind"]), dtype=np.int64),
         )
 
 

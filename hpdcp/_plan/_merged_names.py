@@ -297,6 +297,13 @@ def concat_entries(tables: Sequence[EntryTable]) -> EntryTable:
         targets=strings([table.targets for table in tables]),
         shape_ends=ends_of(shapes),
         shape_dims=np.concatenate([table.shape_dims for table in tables]),
+        # What only later tables have comes after all that the first one has, in its own order.
+        positions=np.concatenate(
+            [
+                table.positions + start
+                for table, start in zip(tables, itertools.accumulate(map(len, tables), initial=0), strict=False)
+            ]
+        ),
     )
 
 
@@ -313,4 +320,5 @@ def take_entries(table: EntryTable, order: _Rows) -> EntryTable:
         targets=take_strings(table.targets, order),
         shape_ends=shape_ends,
         shape_dims=table.shape_dims[positions],
+        positions=table.positions[order],
     )

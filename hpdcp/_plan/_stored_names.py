@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from hpdcp._format.metadata import Metadata
+from hpdcp._state.paths import decode_path, path_below
 
 _MOST_HINTED: Final = 20
 """Names that near ones are looked up for: each costs milliseconds, and thousands may be missing."""
@@ -26,6 +27,28 @@ class StoredNames:
     def below(self, fqn: str) -> list[str]:
         """A few stored names inside `fqn`."""
         return list(itertools.islice(self._beginning_with(f"{fqn}."), 3))
+
+    def all_below(self, fqn: str) -> Iterator[str]:
+        """Every stored name inside `fqn`."""
+        return self._beginning_with(f"{fqn}.")
+
+    def items_from(self, fqn: str, start: int) -> int:
+        """How many items are stored of the sequence called `fqn`; `start` where there are none from there on."""
+        count = start
+        while (name := self._item_name(fqn, count)) is not None:
+            row = self._metadata.rows_of(name)[0]
+            tail = path_below(decode_path(self._metadata.entries.paths[row]), fqn)
+            if tail is None or tail.kinds[0] in ("dict", "OrderedDict"):
+                break
+            count += 1
+        return count
+
+    def _item_name(self, fqn: str, index: int) -> str | None:
+        """A stored name at an index of `fqn`, or inside of it."""
+        name = f"{fqn}.{index}"
+        if self._metadata.rows_of(name):
+            return name
+        return next(self._beginning_with(f"{name}."), None)
 
     def hint(self, fqn: str) -> str:
         """The name, with those stored that look most like it; the name alone once many have been asked for."""

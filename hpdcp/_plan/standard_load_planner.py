@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from hpdcp._base.arguments import require_flags
-from hpdcp._base.errors import (
-    MissingKeysError,
-    UnsupportedTypeError,
-)
+from hpdcp._base.errors import UnsupportedTypeError
 from hpdcp._base.timing import log_message
 from hpdcp._devices import device
 from hpdcp._devices.memory import ReadOnlyMemory
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan._stored_names import StoredNames
+from hpdcp._plan._unnamed_values import Parts, UnnamedValues
+from hpdcp._plan._wanted_values import Take, WantedValues, check_length, fill_number, is_setting
 from hpdcp._plan.load_plan import LoadPlan, LoadTarget, ReadItem
 from hpdcp._plan.planner import LoadPlanner, PlannerContext
 from hpdcp._plan.stored_index import StoredIndex
@@ -30,21 +29,12 @@ from hpdcp._state.dtypes import dtype_name, dtype_of, find_dtype
 from hpdcp._state.geometry import Box, relative
 from hpdcp._state.mismatches import Mismatch, Problems, listed
 from hpdcp._state.overlaps import has_shared_elements, shared_elements
-from hpdcp._state.paths import Path, build_tree, decode_path
+from hpdcp._state.paths import Keys, Path, decode_path, path_below
 from hpdcp._state.scales import scale_beside, separated_codes
 from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards
 from hpdcp._state.ties import tie_key
-from hpdcp._state.tree import Leaf, StateTree, pick
+from hpdcp._state.tree import Container, Leaf, StateTree
 from hpdcp._state.views import view_of_box
-
-
-@dataclass(frozen=True, slots=True)
-class _ObjectTarget:
-    """Where a stored Python value goes."""
-
-    path: Path
-    subpath: tuple[Any, ...]
-    """What of the stored value is wanted; empty: all of it."""
 
 
 class StandardLoadPlanner(LoadPlanner):
@@ -71,21 +61,21 @@ class StandardLoadPlanner(LoadPlanner):
         self._problems = Problems()
         self._items: list[ReadItem] = []
         self._targets: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
-        self._objects: dict[MetadataIndex, list[_ObjectTarget]] = {}
-        self._values: list[tuple[_ObjectTarget, Any]] = []
-        self._gathers: list[_Gather] = []
+        self._values = WantedValues(metadata, self._decode)
+        self._unnamed = UnnamedValues(metadata, self._tree, self._names, self._values)
         self._casts: list[str] = []
         self._read_only = ReadOnlyMemory()
         self._filled_memory: list[tuple[str, LocalShards, torch.Tensor]] = []
         self._shareable: list[LoadTarget] = []
         self._absent: dict[str, Hashable] = {}
+        self._tied: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
         self._separated = separated_codes(metadata.settings)
         self._wanted = {leaf.fqn for leaf in self._tree.leaves}
         self._keeps_per_rank = bool((metadata.entries.owners >= 0).any())
         self.not_loaded = ()
 
     def build_local_plan(self) -> LoadPlan:
-        filled: set[Any] = set()
+        filled: dict[Hashable, tuple[str, int]] = {}
         for leaf in self._tree.every_rank:
             self._plan_gather(leaf)
         gathered = [leaf.path for leaf in self._tree.every_rank]
@@ -93,17 +83,18 @@ class StandardLoadPlanner(LoadPlanner):
             if leaf.owner is None or not any(leaf.path[: len(path)] == tuple(path) for path in gathered):
                 self._plan_leaf(leaf, filled)
         self._check_apart()
-        self._settle_absent({tie for tie, _ in filled})
+        self._plan_containers(gathered)
+        self._settle_absent(filled.keys())
         if self._allow_partial_load:
             self.not_loaded = self._problems.forgive(Mismatch.MISSING, Mismatch.HOLE)
         self._problems.raise_if_any()
-        return LoadPlan.build(self._items, self._shareable)
+        return LoadPlan.build(self._items + self._values.items, self._shareable)
 
     @property
     def complete(self) -> bool:
         return not self.not_loaded
 
-    def _plan_leaf(self, leaf: Leaf, filled: set[Any]) -> None:
+    def _plan_leaf(self, leaf: Leaf, filled: dict[Hashable, tuple[str, int]]) -> None:
         if leaf.owner is not None and self._keeps_per_rank and self._metadata.world_size != self._context.world_size:
             self._problems.add(
                 Mismatch.WORLD,
@@ -115,7 +106,7 @@ class StandardLoadPlanner(LoadPlanner):
         else:
             self._plan_object(leaf)
 
-    def _plan_tensor(self, leaf: Leaf, target: torch.Tensor, filled: set[Any]) -> None:
+    def _plan_tensor(self, leaf: Leaf, target: torch.Tensor, filled: dict[Hashable, tuple[str, int]]) -> None:
         try:
             shards = local_shards(target, key=leaf.fqn)
             for tensor in shards.tensors:
@@ -124,6 +115,10 @@ class StandardLoadPlanner(LoadPlanner):
             self._problems.add(Mismatch.REFUSED, leaf.fqn, str(error))
             return
         row = self._stored.find(leaf.fqn, leaf.owner)
+        inside = self._stored.enclosing_value(leaf.path, leaf.owner) if row is None else None
+        if inside is not None and is_setting(leaf, shards.global_shape):
+            self._values.want(*_at(inside, leaf.fqn), fill_number(leaf.fqn, target))
+            return
         if row is None:
             # Of a rank that holds nothing of it, nobody can tell what it is tied to; ranks that hold something know.
             if shards.chunks or 0 in shards.global_shape:
@@ -131,6 +126,9 @@ class StandardLoadPlanner(LoadPlanner):
                 self._problems.add(Mismatch.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
             return
         if self._metadata.entries.kinds[row] == EntryKind.OBJECT:
+            if is_setting(leaf, shards.global_shape):
+                self._values.want(row, leaf.fqn, (), fill_number(leaf.fqn, target))
+                return
             self._problems.add(Mismatch.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored as a Python value, wanted as a tensor)")
             return
         shape = self._metadata.entries.shape(row)
@@ -143,10 +141,12 @@ class StandardLoadPlanner(LoadPlanner):
             return
         tie = tie_key(target)
         if tie is not None:
-            # Tied targets share memory: filling it once from the same stored tensor is enough.
-            if (tie, self._metadata.resolve(row)) in filled:
+            # Tied targets share memory: filling it once is enough, where the stored tensors are the same.
+            first, stored = filled.setdefault(tie, (leaf.fqn, row))
+            if self._metadata.resolve(stored) != self._metadata.resolve(row):
+                self._compare_tied(leaf, first, stored, row, shards)
+            if first != leaf.fqn:
                 return
-            filled.add((tie, self._metadata.resolve(row)))
         if shards.chunks:
             self._filled_memory += [(leaf.fqn, shards, tensor) for tensor in shards.tensors]
         for chunk in shards.chunks:
@@ -189,7 +189,25 @@ class StandardLoadPlanner(LoadPlanner):
                 "each its own memory, or name one of them only",
             )
 
-    def _settle_absent(self, filled: set[Any]) -> None:
+    def _compare_tied(self, leaf: Leaf, first: str, first_row: int, row: int, shards: LocalShards) -> None:
+        """One memory is wanted from two stored tensors: they must be equal, by their checksums or else once read."""
+        equal = self._stored.equal_by_checksums(first_row, row)
+        if equal is False:
+            self._problems.add(Mismatch.TIED, leaf.fqn, f"{leaf.fqn!r} (the same memory as {first!r})")
+        if equal is not None:
+            return
+        for chunk in shards.chunks:
+            copy = device.empty_on_host(chunk.box.sizes, shards.dtype)
+            whole = LocalChunk(chunk.box, Box((0,) * len(chunk.box.sizes), chunk.box.sizes))
+            index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
+            self._targets[index] = LocalShards(shards.dtype, shards.global_shape, (copy,), (whole,)), whole
+            overlaps = list(self._stored.overlaps(row, chunk.box))
+            self._items += [_read_item(index, chunk.box, *overlap) for overlap in overlaps]
+            if self._note_hole(leaf.fqn, chunk.box, overlaps):
+                return
+            self._tied.append((leaf.fqn, first, shards.view(chunk), copy))
+
+    def _settle_absent(self, filled: Set[Hashable]) -> None:
         """A name that is not stored is no loss where its memory is another target's, which is filled: of weights that a
         model ties, Hugging Face's files hold one."""
         tied = {fqn for fqn, tie in self._absent.items() if tie is not None and tie in filled}
@@ -232,6 +250,7 @@ class StandardLoadPlanner(LoadPlanner):
         return scale_beside(leaf.fqn, dtype_name(wanted), self._wanted.__contains__)
 
     def _plan_object(self, leaf: Leaf) -> None:
+        take = functools.partial(self._tree.assign, leaf.path)
         row = self._stored.find(leaf.fqn, leaf.owner)
         if row is not None:
             if self._metadata.entries.kinds[row] != EntryKind.OBJECT:
@@ -239,10 +258,13 @@ class StandardLoadPlanner(LoadPlanner):
                     Mismatch.SHAPE, leaf.fqn, f"{leaf.fqn!r} (stored as a tensor, wanted as a Python value)"
                 )
                 return
-            self._want_object(row, leaf, leaf.path, ())
+            if not (self._names.below(leaf.fqn) and self._unnamed.rebuild(leaf.fqn, leaf.owner, take, exact=row)):
+                self._values.want(row, leaf.fqn, (), take)
+            return
+        below = self._names.below(leaf.fqn)
+        if below and self._unnamed.rebuild(leaf.fqn, leaf.owner, take):
             return
         children = self._tree.children(leaf)
-        below = self._names.below(leaf.fqn)
         if children and below:
             # Stored value by value, since it held tensors then; this target has none.
             for child in children:
@@ -255,44 +277,69 @@ class StandardLoadPlanner(LoadPlanner):
                 "for an optimizer call hpdcp.allocate_optimizer_state first)",
             )
         else:
-            self._plan_part_of_object(leaf)
+            self._want_inside(leaf, take)
 
-    def _plan_part_of_object(self, leaf: Leaf) -> None:
-        """The wanted value may be stored inside a larger one, that had no tensor beside it when it was saved."""
-        for depth in range(len(leaf.path) - 1, 0, -1):
-            fqn = ".".join(map(str, leaf.path[:depth]))
-            row = self._stored.find(fqn, leaf.owner)
-            if row is not None and self._metadata.entries.kinds[row] == EntryKind.OBJECT:
-                self._want_object(row, leaf, leaf.path, tuple(leaf.path[depth:]))
-                return
-        self._problems.add(Mismatch.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
+    def _want_inside(self, leaf: Leaf, take: Take) -> None:
+        """The wanted value may be stored inside a larger one, that was stored whole."""
+        found = self._stored.enclosing_value(leaf.path, leaf.owner)
+        if found is None:
+            self._problems.add(Mismatch.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
+        else:
+            self._values.want(found[0], leaf.fqn, found[1], take)
 
-    def _want_object(self, row: int, leaf: Leaf, path: Path, subpath: tuple[Any, ...]) -> None:
-        entry = self._metadata.entries[row]
-        index = MetadataIndex(entry.fqn, owner=entry.owner)
-        if index not in self._objects:
-            self._items.append(ReadItem(index, self._metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT))
-        self._objects.setdefault(index, []).append(_ObjectTarget(path, subpath))
+    def _plan_containers(self, gathered: Sequence[Path]) -> None:
+        """What is stored in the containers of the target and that no leaf of it names."""
+
+        def concerns(container: Container) -> bool:
+            if container.owner is None:
+                return True
+            return self._metadata.world_size == self._context.world_size and not any(
+                container.path[: len(path)] == tuple(path) for path in gathered
+            )
+
+        for container in self._tree.containers.values():
+            if isinstance(container.value, (list, tuple)) and concerns(container):
+                self._check_length(container)
+        named = {leaf.fqn for leaf in self._tree.leaves}
+        for root in self._tree.open_roots:
+            if concerns(root.container):
+                self._unnamed.plan(root, named, self._plan_gathered)
+
+    def _check_length(self, sequence: Container) -> None:
+        count = len(sequence.value)
+        stored = self._names.items_from(sequence.fqn, count)
+        if stored > count:
+            self._problems.add(
+                Mismatch.SHAPE,
+                sequence.fqn,
+                f"{sequence.fqn!r} (stored with {stored} items, wanted with {count}; for some of them, a dict of their "
+                "indices is a target)",
+            )
+            return
+        found = self._stored.enclosing_value(sequence.path, sequence.owner)
+        if found is not None:
+            take = check_length(sequence.fqn, count)
+            self._values.want(*_at(found, sequence.fqn), take, at_once=True, optional=True)
 
     def _plan_gather(self, leaf: Leaf) -> None:
-        """`PerRank.all`: every saved rank's value, rebuilt from scratch on the host."""
-        gather = _Gather(leaf.path, [[] for _ in range(self._metadata.world_size)])
+        """`PerRank.all`: every saved rank's value, rebuilt from scratch on the host; None for one that has none."""
+        parts = [Parts() for _ in range(self._metadata.world_size)]
+        entries = self._metadata.entries
         for row in self._stored.owned_at_or_below(leaf.path):
-            entry = self._metadata.entries[row]
+            entry = entries[row]
             assert entry.owner is not None
-            path = decode_path(entry.path)
-            if self._metadata.entries.kinds[self._metadata.resolve(row)] == EntryKind.OBJECT:
-                index = MetadataIndex(entry.fqn, owner=entry.owner)
-                self._items.append(ReadItem(index, self._metadata.chunk_rows(row)[0], (), (), (), EntryKind.OBJECT))
-                gather.objects[index] = path
-                self._objects.setdefault(index, [])
+            tail = path_below(decode_path(entry.path), leaf.fqn)
+            assert tail is not None
+            take = parts[entry.owner].at(entries.position_key(row), tail)
+            if entries.kinds[self._metadata.resolve(row)] == EntryKind.OBJECT:
+                self._values.want(row, leaf.fqn, (), take)
             else:
                 tensor = self._plan_gathered(row, entry)
                 if tensor is not None:
-                    gather.parts[entry.owner].append((path, tensor))
-        if not gather.objects and not any(gather.parts):
+                    take(tensor)
+        if not any(part.expected for part in parts):
             self._problems.add(Mismatch.MISSING, leaf.fqn, self._names.hint(leaf.fqn))
-        self._gathers.append(gather)
+        self._values.when_taken(lambda: self._tree.assign(leaf.path, [part.build() for part in parts]))
 
     def _plan_gathered(self, row: int, entry: Entry) -> torch.Tensor | None:
         """A tensor for all of the entry; None, and the reason noted, where that cannot be had."""
@@ -339,50 +386,29 @@ class StandardLoadPlanner(LoadPlanner):
         torch.autograd.graph.increment_version(tensor)
 
     def apply_bytes(self, item: ReadItem, data: bytes) -> None:
-        index = item.dest_index
-        for gather in self._gathers:
-            if index in gather.objects:
-                assert index.owner is not None
-                value = self._decode(index, data)
-                gather.parts[index.owner].append((gather.objects[index], value))
-        for target in self._objects[index]:
-            # Decoded once for each target, so that no two places share one mutable value.
-            value = self._decode(index, data)
-            try:
-                self._values.append((target, pick(value, target.subpath)))
-            except MissingKeysError as error:
-                if not self._allow_partial_load:
-                    raise MissingKeysError(f"{index.fqn!r}: {error}") from error
-                self.not_loaded += (".".join(map(str, target.path)),)
+        self.not_loaded += tuple(self._values.apply(item.dest_index, data, partial=self._allow_partial_load))
 
     def _decode(self, index: MetadataIndex, data: bytes) -> Any:
         return objects.decode(data, key=index.fqn, allow_pickle=self._context.allow_pickle)
 
     def finish_load(self) -> None:
-        for target, value in self._values:
-            self._tree.assign(target.path, value)
-        for gather in self._gathers:
-            self._tree.assign(gather.path, gather.values())
+        differ = {fqn: first for fqn, first, memory, copy in self._tied if not _same_bits(memory, copy)}
+        if differ:
+            problems = Problems()
+            for fqn, first in differ.items():
+                problems.add(Mismatch.TIED, fqn, f"{fqn!r} (the same memory as {first!r})")
+            problems.raise_if_any()
+        self._values.finish()
         self._tree.finish()
 
 
-class _Gather:
-    """Every rank's value under one `PerRank.all`."""
+def _same_bits(memory: torch.Tensor, copy: torch.Tensor) -> bool:
+    here = memory.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return torch.equal(here.reshape(-1).view(torch.uint8), copy.reshape(-1).view(torch.uint8))
 
-    def __init__(self, path: Path, parts: list[list[tuple[Path, Any]]]) -> None:
-        self.path = path
-        self.parts = parts
-        self.objects: dict[MetadataIndex, Path] = {}
 
-    def values(self) -> list[Any]:
-        """One value for each rank that saved; None for one that stored nothing here."""
-        return [self._value(part) for part in self.parts]
-
-    def _value(self, part: list[tuple[Path, Any]]) -> Any:
-        if not part:
-            return None
-        tree: Any = build_tree(sorted(part, key=lambda pair: len(pair[0])))
-        return pick(tree, tuple(self.path))
+def _at(found: tuple[int, Keys], fqn: str) -> tuple[int, str, Keys]:
+    return found[0], fqn, found[1]
 
 
 def _read_item(index: MetadataIndex, dest: Box, storage_row: int, have: Box, part: Box) -> ReadItem:

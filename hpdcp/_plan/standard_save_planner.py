@@ -84,20 +84,29 @@ class StandardSavePlanner(SavePlanner):
     def build_local_plan(self) -> SavePlan:
         entries: list[Entry] = []
         items: list[WriteItem] = []
-        for leaf in self._leaves:
+        for position, leaf in enumerate(self._leaves):
             path = encode_path(leaf.path)
             if isinstance(leaf.value, torch.Tensor):
                 shards = self._shards_of(leaf)
                 target = self._tied.get(leaf.fqn, "")
                 kind = EntryKind.ALIAS if target else EntryKind.TENSOR
                 entries.append(
-                    Entry(leaf.fqn, path, kind, dtype_name(shards.dtype), shards.global_shape, leaf.owner, target)
+                    Entry(
+                        leaf.fqn,
+                        path,
+                        kind,
+                        dtype_name(shards.dtype),
+                        shards.global_shape,
+                        leaf.owner,
+                        target,
+                        position,
+                    )
                 )
                 if not target:
                     items += _tensor_items(leaf, shards)
             else:
                 index = MetadataIndex(leaf.fqn, owner=leaf.owner)
-                entries.append(Entry(leaf.fqn, path, EntryKind.OBJECT, owner=leaf.owner))
+                entries.append(Entry(leaf.fqn, path, EntryKind.OBJECT, owner=leaf.owner, position=position))
                 items.append(WriteItem(index, EntryKind.OBJECT, len(self._bytes_of(leaf))))
         return SavePlan.build(entries, items)
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hpdcp._format.columns import I64
+from hpdcp._format.columns import I64, EntryKind
 from hpdcp._format.metadata import Metadata
 from hpdcp._state.box_index import BoxIndex
+from hpdcp._state.dtypes import itemsize_of
 from hpdcp._state.geometry import Box, intersect
-from hpdcp._state.paths import Path, decode_path
+from hpdcp._state.paths import Keys, Path, decode_path, fqn_of
 
 
 class StoredIndex:
@@ -23,6 +24,35 @@ class StoredIndex:
     def find(self, fqn: str, owner: int | None) -> int | None:
         """Row of the entry; state that every rank keeps for itself is found by its owner only."""
         return self._metadata.find(fqn, owner)
+
+    def enclosing_value(self, path: Path, owner: int | None) -> tuple[int, Keys] | None:
+        """The row of a Python value that was stored whole and should have `path` inside it, and where; None: there is
+        none. One stored at `path` itself counts."""
+        for depth in range(len(path), 0, -1):
+            row = self.find(fqn_of(path[:depth]), owner)
+            if row is not None and self._metadata.entries.kinds[row] == EntryKind.OBJECT:
+                return row, tuple(path[depth:])
+        return None
+
+    def equal_by_checksums(self, row: int, other: int) -> bool | None:
+        """Whether two stored tensors are equal; None where only reading them tells."""
+        table, chunks = self._metadata.storage, self._metadata.chunks
+        mine, theirs = self._metadata.chunk_rows(row), self._metadata.chunk_rows(other)
+        if self._metadata.entries.dtype(row) != self._metadata.entries.dtype(other):
+            return None
+        if not self._metadata.has_checksums or len(mine) != len(theirs):
+            return None
+        if any(chunks.box(a) != chunks.box(b) for a, b in zip(mine, theirs, strict=True)):
+            return None
+        a, b = slice(mine.start, mine.stop), slice(theirs.start, theirs.stop)
+        if not np.array_equal(table.length[a], table.length[b]):
+            return None
+        if np.array_equal(table.crcs[_run(table.crc_ends, mine)], table.crcs[_run(table.crc_ends, theirs)]):
+            return True
+        # What was compressed, or padded, may differ and mean the same.
+        itemsize = itemsize_of(self._metadata.entries.dtype(row))
+        plain = all(int(table.length[at]) == Box(*chunks.box(at)).volume * itemsize for at in mine)
+        return False if plain else None
 
     def overlaps(self, row: int, want: Box) -> Iterator[tuple[int, Box, Box]]:
         """(row of a stored chunk, its box, what of `want` it covers), identical boxes once."""
@@ -59,6 +89,11 @@ class StoredIndex:
         entries = self._metadata.entries
         owned = np.flatnonzero(entries.owners >= 0).tolist()
         return [row for row in owned if decode_path(entries.paths[row])[: len(path)] == tuple(path)]
+
+
+def _run(ends: I64, rows: range) -> slice:
+    """Where the values of consecutive rows lie."""
+    return slice(int(ends[rows.start - 1]) if rows.start else 0, int(ends[rows.stop - 1]) if rows else 0)
 
 
 class _StoredBoxes:

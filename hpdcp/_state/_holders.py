@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Hashable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
+
+import torch
 
 from hpdcp._base.errors import UnsupportedTypeError
 from hpdcp._format.metadata import PerRank
 from hpdcp._state._classes import class_name
+
+_COPIED: Final = frozenset({dict, OrderedDict, list})
 
 
 class Stateful(Protocol):
@@ -26,19 +32,32 @@ class Loading:
     fqn: str | None = None
     """Where the walk met it first."""
 
+    @property
+    def is_module(self) -> bool:
+        """A module names all that it has, and refuses more."""
+        return isinstance(self.target, torch.nn.Module)
+
 
 class Holder:
-    """A container on the way to leaves, and where it sits itself, so that an immutable one can be replaced."""
+    """A container on the way to leaves, and where it sits itself, so that another can take its place."""
 
-    __slots__ = ("container", "key", "parent")
+    __slots__ = ("borrowed", "container", "key", "parent")
 
     def __init__(self, container: Any, parent: Holder | None, key: Hashable) -> None:
         self.container = container
         self.parent = parent
         self.key = key
+        self.borrowed: bool = parent is not None and (parent.borrowed or isinstance(parent.container, Loading))
+        """It came out of a `state_dict()`, and may be the object's own: what is loaded goes into a copy, since the
+        object might empty its own before it takes what it is given."""
 
     def put(self, key: Hashable, value: Any) -> None:
+        """Set an item: in place in dicts and lists of the caller, in a copy of what is borrowed, in a new tuple."""
         held = self.container
+        if self.borrowed and type(held) in _COPIED and self.parent is not None:
+            held = self.container = copy.copy(held)
+            self.borrowed = False
+            self.parent.put(self.key, held)
         if isinstance(held, PerRank):
             held.value = value
         elif isinstance(held, Loading):

@@ -48,6 +48,11 @@ class Mismatch(Enum):
         "belong to another number of ranks",
         "Mark the target as PerRank.all(...) to load every rank's value.",
     )
+    TIED = (
+        LoadMismatchError,
+        "share their memory with another key, and the two stored tensors differ",
+        "Untie the targets, or load one of the two names.",
+    )
     REFUSED = (UnsupportedTypeError, "cannot be loaded into", "Materialise or copy these targets first.")
 
     def __init__(self, error: type[LoadMismatchError | UnsupportedTypeError], what: str, advice: str) -> None:

@@ -140,6 +140,26 @@ def step_kind(container: object) -> str:
     return _ORDERED if kind is OrderedDict else _DICT
 
 
+def path_below(path: Path, fqn: str) -> Path | None:
+    """What follows the keys that spell `fqn`; None where none do.
+
+    >>> path_below(Path(("model", "a.b", 0)), "model.a.b")
+    (0,)
+    """
+    for depth in range(1, len(path) + 1):
+        name = fqn_of(path[:depth])
+        if len(name) >= len(fqn):
+            return Path(path[depth:], path.kinds[depth:]) if name == fqn else None
+    return None
+
+
+_NOTHING: Final = object()
+
+
+def _is_empty(value: object) -> bool:
+    return type(value) in (dict, OrderedDict) and not value
+
+
 @dataclass(slots=True)
 class _Branch:
     """A container while it is rebuilt."""
@@ -182,8 +202,9 @@ def build_tree(pairs: Iterable[tuple[Sequence[Hashable], Any]]) -> dict[Any, Any
     """The nested state dict that has each value at its path; dicts in the order in which paths first name their keys.
 
     Kinds come from `Path`s; a plain tuple is a path through dicts only. Tensors that were split come back as dicts.
-    Raises StateDictError when paths contradict each other or a list lacks an item, and LoadMismatchError when the class
-    of a named tuple is not imported here, or is another one.
+    An empty mapping gives way to one with items: some ranks may have had nothing there. Raises StateDictError when
+    paths contradict each other or a list lacks an item, and LoadMismatchError when the class of a named tuple is not
+    imported here, or is another one.
     """
     root: _Branch | None = None
     for path, value in pairs:
@@ -199,12 +220,23 @@ def build_tree(pairs: Iterable[tuple[Sequence[Hashable], Any]]) -> dict[Any, Any
                     f"{fqn_of(path[:depth])!r} is a {branch.kind} on one path and a {kinds[depth]} on another."
                 )
             if depth == len(path) - 1:
-                if key in branch.items:
+                there = branch.items.get(key, _NOTHING)
+                if isinstance(there, _Branch) and _is_empty(value):
+                    break
+                if there is not _NOTHING and not _is_empty(there):
                     raise StateDictError(f"{fqn_of(path)!r} is given twice, or holds a value and other paths as well.")
                 branch.items[key] = value
                 break
-            inner = branch.items.setdefault(key, _Branch(kinds[depth + 1], {}))
+            inner = branch.items.get(key, _NOTHING)
+            if inner is _NOTHING or _is_empty(inner):
+                inner = branch.items[key] = _Branch(kinds[depth + 1], {})
             if not isinstance(inner, _Branch):
                 raise StateDictError(f"{fqn_of(path[: depth + 1])!r} is a value, and {fqn_of(path)!r} would be inside.")
             branch = inner
     return {} if root is None else cast("dict[Any, Any]", root.build(()))
+
+
+def build_value(parts: Iterable[tuple[Path, Any]]) -> Any:
+    """One value from what lies at each path inside it; an empty path is the value itself. Raises as `build_tree`."""
+    # A tree starts in a dict, whatever this one starts in.
+    return build_tree((Path(("", *path), (_DICT, *path.kinds)), value) for path, value in parts)[""]

@@ -1,12 +1,14 @@
 """Walking a state dict: which values are stored on their own, under which names, and how they are put back.
 
-A dict, list or tuple is walked into when anything below it is *stateful*: a tensor, a `PerRank`, or an object with
-`state_dict` and `load_state_dict`. A subtree without any is one Python value, stored as a whole: so an optimizer's
-tensors are entries of their own, while its list of hyper-parameters comes back as it was, grown or shrunk. The root is
-always walked into.
+Mappings are walked, always, so that ranks may hold different keys and each key is found or missed by its name. A list
+or tuple is walked when anything below it is *stateful*: a tensor, a `PerRank`, or an object with `state_dict` and
+`load_state_dict`. One without is a single value: so an optimizer's tensors are entries of their own, while its list of
+hyper-parameters comes back as it was, grown or shrunk. An empty mapping is a value, and so is one that paths could not
+make again (`is_walked_without_tensors` says which), unless there is something stateful below it.
 
-    {"model": {"w": Tensor}, "lrs": [0.1, 0.2], 3: (Tensor, {})}
+    {"model": {"w": Tensor}, "args": {"lr": 0.1}, "lrs": [0.1, 0.2], 3: (Tensor, {})}
       fqn "model.w"   path ("model", "w")   a tensor
+      fqn "args.lr"   path ("args", "lr")   the value 0.1
       fqn "lrs"       path ("lrs",)         the value [0.1, 0.2]
       fqn "3.0"       path (3, 0)           a tensor
       fqn "3.1"       path (3, 1)           the value {}
@@ -17,24 +19,27 @@ rebuild the nesting.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from hpdcp._base.errors import MissingKeysError
+from hpdcp._format.metadata import PerRank
 from hpdcp._state._classes import class_name
 from hpdcp._state._holders import Holder
-from hpdcp._state._kinds import CONTAINERS, kind_of
-from hpdcp._state._walk import Leaf, Walk
+from hpdcp._state._kinds import CONTAINERS, Kind, kind_of
+from hpdcp._state._walk import Container, Leaf, OpenRoot, Walk
 from hpdcp._state.paths import Keys, Path, build_tree, fqn_of
 
-__all__ = ["Leaf", "StateTree", "flatten_state_dict", "pick", "unflatten_state_dict", "walk"]
+__all__ = ["Container", "Leaf", "OpenRoot", "StateTree", "flatten_state_dict", "pick", "unflatten_state_dict", "walk"]
 
 
 class StateTree:
     """A state dict, walked once: its leaves, and the way to put loaded values back in place.
 
-    Calls `state_dict()` of every stateful object once, in the order of the state dict. `assign` writes one value;
-    `finish`, after the last, hands the filled state dicts to `load_state_dict`.
+    Calls `state_dict()` of every stateful object once. `assign` writes one value; `finish`, after the last, hands the
+    filled state dicts to `load_state_dict`. Both kinds of calls come in the order of the objects' names, not of the
+    state dict's keys: the same on all ranks, since such a call may wait for the other ranks' (innermost first).
 
     Raises InvalidArgumentError when `state_dict` is no mapping, StateDictError when two paths have one fqn, and
     UnsupportedTypeError for a container that contains itself or nests more than `MAX_DEPTH` levels.
@@ -43,6 +48,7 @@ class StateTree:
     def __init__(self, state_dict: Mapping[Any, Any], *, rank: int) -> None:
         self._walk = Walk(state_dict, rank=rank)
         self._opened: dict[Keys, list[Leaf]] = {}
+        self._filled: dict[int, object] = {}
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -55,14 +61,26 @@ class StateTree:
         of loading the leaves below it."""
         return self._walk.every_rank
 
+    @property
+    def containers(self) -> Mapping[str, Container]:
+        """Every dict, list and tuple that was walked into, by fqn."""
+        return self._walk.containers
+
+    @property
+    def open_roots(self) -> Sequence[OpenRoot]:
+        """The containers that ask for all Python values stored below them, innermost first."""
+        return self._walk.open_roots
+
     def assign(self, path: Sequence[Hashable], value: Any) -> None:
         """Put `value` where the leaf at `path` was: in place in dicts and lists, in a new tuple where there was one.
+        A mapping that was a value stays the object it was, and takes the items of a mapping of its class.
 
         Raises MissingKeysError when no leaf (of the walk, of `every_rank` or of `children`) has that path, and
         UnsupportedTypeError when what holds it does not let items be set.
         """
         holder, key = self._holder_of(path)
-        holder.put(key, value)
+        if not self._take_items(holder, key, value):
+            holder.put(key, value)
 
     def children(self, leaf: Leaf) -> list[Leaf]:
         """The items of a leaf that is a dict, list or tuple, as leaves that `assign` knows; none of any other leaf.
@@ -74,6 +92,25 @@ class StateTree:
             self._opened[leaf.path] = self._walk.open(leaf, *self._holder_of(leaf.path))
         return self._opened[leaf.path]
 
+    def add(self, container: Container, key: Hashable, value: Any) -> None:
+        """Put `value` into a container that does not name `key` yet."""
+        container.holder.put(key, value)
+
+    def _take_items(self, holder: Holder, key: Hashable, value: Any) -> bool:
+        """Whether the mapping that is there was filled with the items of `value`; once, should it be elsewhere too."""
+        if holder.borrowed or not isinstance(holder.container, (Mapping, list, PerRank)):
+            return False
+        held: Any = holder.container
+        there = held.value if isinstance(held, PerRank) else held[key]
+        if type(there) is not type(value) or type(value) not in (dict, OrderedDict) or id(there) in self._filled:
+            return False
+        self._filled[id(there)] = there
+        there.clear()
+        there.update(value)
+        if type(there) is OrderedDict:
+            vars(there).update(vars(value))
+        return True
+
     def finish(self) -> None:
         """Call `load_state_dict` of every stateful object once, innermost first, with its filled state dict.
 
@@ -83,7 +120,7 @@ class StateTree:
         for item in pending:
             try:
                 item.target.load_state_dict(item.state)
-            except Exception as error:
+            except BaseException as error:
                 error.add_note(f"while loading the state of {item.fqn!r} ({class_name(type(item.target))})")
                 raise
 
@@ -105,11 +142,14 @@ def pick(value: Any, subpath: Sequence[Hashable]) -> Any:
     For a value that was stored whole, when the state dict has tensors beside it now.
     """
     for depth, key in enumerate(subpath):
-        if kind_of(value) not in CONTAINERS:
+        kind = kind_of(value)
+        if kind not in CONTAINERS:
             raise MissingKeysError(
                 f"the stored value has nothing at {fqn_of(subpath[: depth + 1])!r}, but a {class_name(type(value))}."
             )
         try:
+            if kind is Kind.MAPPING and key not in value:
+                raise KeyError(key)  # a defaultdict would make it up
             value = value[key]
         except (LookupError, TypeError) as error:
             raise MissingKeysError(f"the stored value has nothing at {fqn_of(subpath[: depth + 1])!r}.") from error
@@ -119,9 +159,10 @@ def pick(value: Any, subpath: Sequence[Hashable]) -> Any:
 def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     """The state dict as one flat dict by fqn, and the path of each name.
 
-    Follows the rules of `save`: what holds a tensor, a `PerRank` or a stateful object is walked into, a stateful
-    object is replaced by its state dict, and every other value stays whole. `PerRank` marks and tensor subclasses stay
-    as they are; attributes of containers (torch's `_metadata`) are left behind. Raises as `StateTree` does.
+    Follows the rules of `save`: mappings are walked into, and sequences that hold a tensor, a `PerRank` or a stateful
+    object; a stateful object is replaced by its state dict, and every other value stays whole. `PerRank` marks and
+    tensor subclasses stay as they are; attributes of containers (torch's `_metadata`) are left behind. Raises as
+    `StateTree` does.
 
     >>> flat, mappings = flatten_state_dict({"a": {1: torch.ones(2)}, "steps": [1, 2]})
     >>> list(flat), mappings

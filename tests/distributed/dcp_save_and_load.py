@@ -82,7 +82,7 @@ def _job_state(job: Job, *, filled: bool) -> dict[Any, Any]:
         "list": [full([7]), "text" if filled else "", (full([8, 9]), None)],
         ("a", 1): "a key that is a tuple" if filled else "",
         5: {"an int key": filled, "5": full([5])},
-        "empty": {"dict": {}, "list": [], "tuple": ()} if filled else {"dict": {1: 2}, "list": [0], "tuple": (0,)},
+        "empty": {"dict": {}, "list": [], "tuple": ()} if filled else {"dict": {}, "list": [0], "tuple": (0,)},
         "numpy": {"array": np.arange(6).reshape(2, 3) if filled else None, "scalar": np.float32(1.5) if filled else 0},
         "step": 3 if filled else None,
         "ordered": OrderedDict(a=1) if filled else 0,

@@ -15,7 +15,7 @@ from hpdcp._format.metadata import Metadata, PerRankStorageMetadata, TensorStora
 from tests.golden import values
 
 HERE = Path(__file__).parent
-VERSIONS = {"version_1": "1.0", "version_1_1": "1.1"}
+VERSIONS = {"version_1": "1.0", "version_1_1": "1.1", "version_1_2": "1.2"}
 """Folders, and the format that each holds: `together` is all of `make_golden.state`, saved by two ranks as one, and
 `apart` the model and the ranks' own state, saved by two ranks without collectives."""
 

@@ -60,7 +60,7 @@ def test_a_python_value_comes_back_with_its_type(tmp_path: Path, value: object) 
 def test_values_that_grew_shrank_or_changed_kind_come_back_as_stored(tmp_path: Path) -> None:
     stored = {"grew": [1, 2, 3], "shrank": {"a": 1}, "kind": (1,), "step": 7, "deep": {"list": [{"x": 1}]}}
     hpdcp.save(stored, checkpoint_id=tmp_path)
-    state: dict[str, Any] = {"grew": [], "shrank": {"a": 0, "b": 0}, "kind": None, "step": 1.5, "deep": {"list": []}}
+    state: dict[str, Any] = {"grew": [], "shrank": [0, 0], "kind": None, "step": 1.5, "deep": {"list": []}}
     hpdcp.load(state, checkpoint_id=tmp_path)
     assert _same(state, stored)
 

@@ -48,7 +48,7 @@ def test_the_version_cannot_be_turned_back_to_leave_the_checksum_out(saved: byte
     with pytest.raises(CorruptCheckpointError, match="checksum"):
         Metadata.from_bytes(renamed, where=METADATA)
     with pytest.raises(CorruptCheckpointError, match="checksum"):
-        Metadata.from_bytes(saved.replace(b'"version":"1.1"', b'"version":"1.0"'), where=METADATA)
+        Metadata.from_bytes(saved.replace(b'"version":"1.2"', b'"version":"1.0"'), where=METADATA)
 
 
 def test_a_block_that_two_rows_record_unlike_is_compared_with_both(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_damaged_metadata_stops_a_removal_unless_it_is_forced(folder: Path) -> N
 
 def test_a_newer_format_is_refused_even_by_force(folder: Path) -> None:
     data = (folder / METADATA).read_bytes()
-    (folder / METADATA).write_bytes(data.replace(b'"version":"1.1"', b'"version":"9.0"'))
+    (folder / METADATA).write_bytes(data.replace(b'"version":"1.2"', b'"version":"9.0"'))
     with pytest.raises(UnsupportedFormatError):
         remove_checkpoint(folder, force=True)
     assert len(files(folder)) == 4

@@ -40,7 +40,7 @@ EXAMPLE = {
     "model": OrderedDict([("a.b.weight", T), ("bias", T)]),
     "optimizer": {"state": {0: {"step": T, "m": Moments(T, 2)}, 10: {}}, "groups": [{"lr": 0.1}]},
     3: [(T, 1, ()), {}, [], None],
-    ("tuple", 1): PerRank({"x": 1}),
+    ("tuple", 1): PerRank(1),
     None: {b"bytes": T, 2.5: [T]},
     True: "last",
 }

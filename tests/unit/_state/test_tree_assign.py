@@ -37,12 +37,14 @@ class Box:
 
 
 def test_values_are_written_into_the_callers_own_containers() -> None:
-    inner, items = {"t": T, "n": 1}, [T, "old"]
-    state: dict[Any, Any] = {"a": inner, 3: items, "step": 0, "cfg": {"x": 1}}
+    inner, items, plain, empty = {"t": T, "n": 1}, [T, "old"], {"x": 1}, dict[str, Any]()
+    state: dict[Any, Any] = {"a": inner, 3: items, "step": 0, "cfg": plain, "empty": empty}
     tree = StateTree(state, rank=0)
-    for path, value in [(("a", "n"), 2), ((3, 1), "new"), (("step",), 7), (("cfg",), {"x": 1, "grown": [2]})]:
+    for path, value in [(("a", "n"), 2), ((3, 1), "new"), (("step",), 7), (("cfg", "x"), 5), (("empty",), {"a": 1})]:
         tree.assign(path, value)
-    assert state == {"a": inner, 3: items, "step": 7, "cfg": {"x": 1, "grown": [2]}}
+    assert state == {"a": inner, 3: items, "step": 7, "cfg": {"x": 5}, "empty": {"a": 1}}
+    assert state["cfg"] is plain
+    assert state["empty"] is empty
     assert inner["n"] == 2
     assert items[1] == "new"
 
@@ -81,13 +83,15 @@ def test_stateful_objects_are_loaded_once_and_innermost_first() -> None:
     middle = Box("middle", {"leaf": leaf, "t": T, "m": 2}, journal)
     outer = Box("outer", {"middle": [middle], "o": 3}, journal)
     tree = StateTree({"x": outer, "y": leaf}, rank=0)
-    tree.assign(("x", "middle", 0, "leaf"), {"n": 10, "new": 1})
+    tree.assign(("x", "middle", 0, "leaf", "n"), 10)
+    tree.add(tree.containers["x.middle.0.leaf"], "new", 1)
+    tree.assign(("y", "n"), 11)
     tree.assign(("x", "middle", 0, "m"), 20)
     tree.assign(("x", "o"), 30)
     tree.finish()
     tree.finish()
     assert journal == [
-        ("leaf", {"n": 10, "new": 1}),
+        ("leaf", {"n": 11}),
         ("middle", {"leaf": leaf, "t": T, "m": 20}),
         ("outer", {"middle": [middle], "o": 30}),
     ]
@@ -111,8 +115,8 @@ def test_a_module_and_an_optimizer_take_their_state_through_the_tree() -> None:
     for leaf in tree.leaves:
         if isinstance(leaf.value, torch.Tensor):
             leaf.value.detach().fill_(7)
-    groups = next(leaf for leaf in tree.leaves if leaf.fqn == "optimizer").value["param_groups"]
-    tree.assign(("optimizer",), {"state": {}, "param_groups": [{**groups[0], "lr": 0.25}]})
+    groups = next(leaf for leaf in tree.leaves if leaf.fqn == "optimizer.param_groups").value
+    tree.assign(("optimizer", "param_groups"), [{**groups[0], "lr": 0.25}])
     tree.finish()
     assert module.running_mean is not None
     assert module.running_mean.tolist() == [7, 7]
@@ -121,10 +125,10 @@ def test_a_module_and_an_optimizer_take_their_state_through_the_tree() -> None:
 
 def test_the_items_of_a_value_become_leaves_when_it_is_stored_in_pieces() -> None:
     journal: list[tuple[str, Any]] = []
-    box = Box("box", {"a": 1, "pair": ("x", "y")}, journal)
+    box = Box("box", [1, ("x", "y")], journal)
     tree = StateTree({"box": box, "t": T}, rank=0)
     a, pair = tree.children(tree.leaves[0])
-    assert (a.fqn, a.path, pair.fqn) == ("box.a", ("box", "a"), "box.pair")
+    assert (a.fqn, a.path, pair.fqn) == ("box.0", ("box", 0), "box.1")
     left, right = tree.children(pair)
     assert tree.children(pair) == [left, right]
     assert tree.children(left) == []
@@ -132,13 +136,14 @@ def test_the_items_of_a_value_become_leaves_when_it_is_stored_in_pieces() -> Non
     tree.assign(left.path, "X")
     tree.assign(right.path, "Y")
     tree.finish()
-    assert journal == [("box", {"a": 2, "pair": ("X", "Y")})]
+    assert journal == [("box", [2, ("X", "Y")])]
+    assert box.state == [1, ("x", "y")]
     assert [leaf.fqn for leaf in tree.leaves] == ["box", "t"]
 
 
 def test_an_item_with_another_leafs_name_is_refused() -> None:
-    tree = StateTree({"a": {"b": 1}, "a.b": T}, rank=0)
-    with pytest.raises(StateDictError, match=r"'a\.b'"):
+    tree = StateTree({"a": [1], "a.0": T}, rank=0)
+    with pytest.raises(StateDictError, match=r"'a\.0'"):
         tree.children(tree.leaves[0])
 
 
@@ -161,3 +166,18 @@ def test_pick_descends_a_value_by_keys_of_any_type() -> None:
     for path in (("b",), ("a", 5), ("a", "x"), ("a", 1, 0), ("a", 0, (1, 2), 0)):
         with pytest.raises(MissingKeysError):
             pick(value, path)
+
+
+def test_an_object_that_empties_its_own_state_before_it_takes_the_loaded_one_gets_it() -> None:
+    class Own(Box):
+        def load_state_dict(self, state: Any) -> None:
+            for name in ("a", "b"):
+                self.state[name].clear()
+                self.state[name].update(state[name])
+
+    own = Own("own", {"a": {"n": 1}, "b": OrderedDict(deep={"m": 1})}, [])
+    tree = StateTree({"own": own}, rank=0)
+    tree.assign(("own", "a", "n"), 2)
+    tree.assign(("own", "b", "deep", "m"), 3)
+    tree.finish()
+    assert own.state == {"a": {"n": 2}, "b": OrderedDict(deep={"m": 3})}

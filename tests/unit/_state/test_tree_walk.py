@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
+from collections import Counter, OrderedDict, defaultdict
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from hpdcp._base.errors import InvalidArgumentError, StateDictError, UnsupportedTypeError
 from hpdcp._format.metadata import PerRank
-from hpdcp._state.tree import walk
+from hpdcp._state.tree import StateTree, walk
 
 T = torch.ones(2)
 
@@ -21,7 +22,7 @@ def names(state_dict: dict[Any, Any]) -> dict[str, Any]:
     return {leaf.fqn: leaf.value for leaf in walk(state_dict, rank=0)}
 
 
-class Counter:
+class Tally:
     """Stateful, without a tensor."""
 
     def __init__(self) -> None:
@@ -55,16 +56,68 @@ class Pair(torch.Tensor):
         raise AssertionError("walking computes nothing")
 
 
-def test_only_what_holds_a_tensor_is_walked_into() -> None:
+def test_mappings_are_walked_into_and_of_sequences_those_that_hold_a_tensor() -> None:
     state = {"model": {"w": T, "b": [T, 1]}, "args": {"lr": 0.1, "betas": (0.9, 0.95)}, "step": 3, "rng": np.zeros(2)}
     found = names(state)
-    assert list(found) == ["model.w", "model.b.0", "model.b.1", "args", "step", "rng"]
-    assert found["args"] is state["args"]
-
-
-def test_the_root_is_walked_into_even_without_tensors() -> None:
-    assert names({"a": {"b": 1}, "c": []}) == {"a": {"b": 1}, "c": []}
+    assert list(found) == ["model.w", "model.b.0", "model.b.1", "args.lr", "args.betas", "step", "rng"]
+    assert names({"a": {"b": 1, "c": {}}, "d": [{"e": 1}]}) == {"a.b": 1, "a.c": {}, "d": [{"e": 1}]}
     assert names({}) == {}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        OrderedDict(),
+        defaultdict(list, a=[1]),
+        Counter("ab"),
+        MappingProxyType({"a": 1}),
+        {1: "int", "1": "text"},
+        {"a.b": 1, "a": {"b": 2}},
+        {10**30: 1},
+        {b"bytes": 1},
+    ],
+    ids=repr,
+)
+def test_a_mapping_that_paths_could_not_make_again_is_a_value(value: Any) -> None:
+    assert names({"x": value}) == {"x": value}
+
+
+@pytest.mark.parametrize("key", [T, torch.nn.Parameter(T), object(), (1, T), frozenset([object()])], ids=repr)
+@pytest.mark.parametrize("inside", [lambda m: m, lambda m: [m], lambda m: [{"deep": (m,)}]])
+def test_keys_that_no_other_process_has_are_refused_by_where_they_are(key: Any, inside: Any) -> None:
+    with pytest.raises(UnsupportedTypeError, match=r"^'opt.*state_dict\(\)"):
+        walk({"opt": inside({key: {"step": 1}})}, rank=0)
+
+
+class Recorder:
+    """Stateful; says in which order objects are asked and loaded."""
+
+    def __init__(self, name: str, journal: list[str], inner: Any = None) -> None:
+        self.name, self.journal, self.inner = name, journal, inner
+
+    def state_dict(self) -> dict[str, Any]:
+        self.journal.append(f"ask {self.name}")
+        return {"n": 1} | ({} if self.inner is None else {"inner": self.inner})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.journal.append(f"load {self.name}")
+
+
+@pytest.mark.parametrize("names_in_order", list(itertools.permutations(["a", "b", "z"])))
+def test_objects_are_asked_and_loaded_in_one_order_whatever_that_of_the_keys(names_in_order: Any) -> None:
+    journal: list[str] = []
+    objects: dict[str, Any] = {
+        "a": Recorder("a", journal),
+        "b": {"y": Recorder("b.y", journal, Recorder("b.y.inner", journal)), "x": [Recorder("b.x", journal)]},
+        "z": 1,
+    }
+    tree = StateTree({name: objects[name] for name in names_in_order}, rank=0)
+    tree.finish()
+    assert journal == [
+        *("ask a", "ask b.x", "ask b.y", "ask b.y.inner"),
+        *("load a", "load b.x", "load b.y.inner", "load b.y"),
+    ]
 
 
 def test_empty_containers_beside_tensors_are_values() -> None:
@@ -98,19 +151,21 @@ def test_a_name_may_begin_with_another_name() -> None:
 
 def test_a_per_rank_value_is_owned_by_the_rank() -> None:
     leaves = walk({"rng": PerRank({"seed": 1, "state": [1, 2]}), "loader": PerRank([T, {"pos": 3}]), "s": 1}, rank=5)
-    assert [(leaf.fqn, leaf.owner) for leaf in leaves] == [("rng", 5), ("loader.0", 5), ("loader.1", 5), ("s", None)]
-    assert leaves[0].value == {"seed": 1, "state": [1, 2]}
+    assert [(leaf.fqn, leaf.owner) for leaf in leaves] == [
+        *(("rng.seed", 5), ("rng.state", 5), ("loader.0", 5), ("loader.1.pos", 5), ("s", None))
+    ]
 
 
 def test_a_stateful_object_is_replaced_by_its_state_asked_for_once() -> None:
-    counter = Counter()
+    counter = Tally()
     module = torch.nn.Linear(2, 1)
     found = names({"sub": {"counter": counter, "lr": 1}, "again": counter, "model": module})
-    assert found["sub.counter"] == {"n": 3, "history": [1, 2]}
-    assert found["again"] is found["sub.counter"]
+    assert found["sub.counter.n"] == 3
+    assert found["again.history"] is found["sub.counter.history"]
     assert counter.calls == 1
     assert found["model.weight"].data_ptr() == module.weight.data_ptr()
-    assert list(found) == ["sub.counter", "sub.lr", "again", "model.weight", "model.bias"]
+    of_counter = ["sub.counter.n", "sub.counter.history"]
+    assert list(found) == [*of_counter, "sub.lr", "again.n", "again.history", "model.weight", "model.bias"]
 
 
 def test_a_class_with_the_two_methods_is_not_stateful() -> None:

@@ -41,7 +41,7 @@ def test_inspect_shows_a_table_of_everything_and_totals(checkpoint: Path, comman
     table = rows(output)
     assert str(checkpoint) in output
     assert "saved by 1 rank · attempt" in output
-    assert "layout safetensors · format 1.0" in output
+    assert "layout safetensors · format 1.2" in output
     # The tied name that comes first in the alphabet is the one that stores the bytes.
     assert table["model.head.weight"] == ["float32", "[4,", "4]", "1", "1", "64", "B"]
     assert table["model.layers.10.bias"] == ["float32", "[4]", "1", "1", "16", "B"]
