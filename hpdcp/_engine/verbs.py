@@ -43,9 +43,11 @@ def save(
         checkpoint_id: the folder or URL. An existing checkpoint there is replaced in one step, at the very end.
         storage_writer: in place of the configured one; with a `checkpoint_id`, it is given that.
         planner: in place of `StandardSavePlanner()`.
-        no_dist: save this process's state alone, as rank 0 of 1, and publish `0.metadata`.
-        use_collectives: False: each rank saves what it holds and publishes `{rank}.metadata`, waiting for nobody. All
-            ranks must pass the same value: one that alone passes False cannot be detected and leaves the rest waiting.
+        no_dist: save this process's state alone, as rank 0 of 1, and publish `0.metadata`. One that a process saved so
+            before is replaced in one step.
+        use_collectives: False: each rank saves what it holds and publishes `{rank}.metadata`, without a plan of all;
+            the call returns when all ranks have, so that a load finds every file. All ranks must pass the same value:
+            one that alone passes False cannot be detected and leaves the rest waiting.
 
     Returns:
         What was saved, on every rank; without collectives, what this rank saved.
@@ -63,13 +65,19 @@ def save(
         require_instance("planner", planner, SavePlanner, instead=arguments.SAVE_PLANNER)
         return open_writer(checkpoint_id, storage_writer)
 
-    return save_state(
-        state_dict,
-        open_writer=opened,
-        planner=planner or StandardSavePlanner(),
-        exchange=exchange,
-        collective=use_collectives and not no_dist,
-    )
+    def saved() -> Metadata:
+        return save_state(
+            state_dict,
+            open_writer=opened,
+            planner=planner or StandardSavePlanner(),
+            exchange=exchange,
+            collective=use_collectives and not no_dist,
+        )
+
+    if use_collectives or no_dist:
+        return saved()
+    everybody = open_exchange(no_dist=False, use_collectives=True)
+    return everybody.agree("saving, each rank for itself", saved)
 
 
 @timed("load")

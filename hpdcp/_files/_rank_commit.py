@@ -1,6 +1,7 @@
 """One try at one rank's save without collectives: it publishes `{rank}.metadata`, whatever the other ranks do.
 
 No rank knows what another is doing, so there is no lease: a rank touches what this run saved itself, and nothing else.
+A process that saves alone has no others, and replaces what one saved so before.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ def _refuse_strangers(backend: Backend, keys: Sequence[str], run: str, context: 
         if data is None:
             continue
         settings = Metadata.from_bytes(data, where=f"{url}/{key}").settings
-        if settings.get("run") != run or settings.get("world_size") != str(world_size):
+        same_world = settings.get("world_size") == str(world_size)
+        if same_world and world_size == 1:
+            continue  # nobody else's part can be missing from it: it is replaced in one step, whoever saved it
+        if settings.get("run") != run or not same_world:
             raise CheckpointExistsError(
                 f"{url} holds {key}, which another run saved (run {settings.get('run')!r}, this is {run!r}). "
                 f"{advice} A restarted job that may overwrite its own sets HPDCP_RUN_ID."

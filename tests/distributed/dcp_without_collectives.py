@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from hpdcp._base.errors import (
     IncompleteCheckpointError,
     InvalidArgumentError,
     MissingKeysError,
+    StateDictError,
     WorldSizeError,
 )
+from hpdcp._comm.exchange import Alone
+from hpdcp._engine.save import save_state
 from tests.support.data_files import without_attempt
 from tests.support.job import Job
 from tests.support.layouts import FSDP_TP, FSDP_TP_SAME, LAYOUTS, TP2, TP4, Layout, differing, local_of, sample_tensors
@@ -67,13 +71,29 @@ def test_a_load_without_global_metadata_falls_back_to_the_ranks_own(
     assert differing(TP4.place_all(ranks, sample_tensors()), targets) == []
 
 
-def test_no_rank_waits_for_another(ranks: Job, folder: Path) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["first", "over an old set"])
+def test_a_load_right_after_a_save_finds_every_file(ranks: Job, folder: Path, again: bool) -> None:
+    """Also on a rank that was done long before the others, and for what only another rank saved."""
+    other = (ranks.rank + 1) % 4
+    for value in range(1 + again):
+        if ranks.rank == 3:
+            time.sleep(0.5)
+        state = {f"of rank {ranks.rank}": torch.full((2,), float(value))}
+        hpdcp.save(state, checkpoint_id=folder, use_collectives=False)
+        target = {f"of rank {other}": torch.full((2,), ranks.sentinel())}
+        hpdcp.load(target, checkpoint_id=folder, use_collectives=False)
+        assert target[f"of rank {other}"].tolist() == [value, value]
+
+
+def test_a_rank_that_fails_is_heard_of_by_all_when_the_save_ends(ranks: Job, folder: Path) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2), "x": {1: torch.ones(1), "1": torch.ones(1)} if ranks.rank == 2 else 0}
+    with pytest.raises(StateDictError, match="rank 2"):
+        hpdcp.save(state, checkpoint_id=folder, use_collectives=False)
+
+
+def test_no_rank_waits_for_another_in_a_load(ranks: Job, folder: Path) -> None:
     others = [f"{folder}/saved/{rank}" for rank in range(3)]
-    if ranks.rank == 3:
-        ranks.store.wait(others, timedelta(seconds=30))
     hpdcp.save(TP4.place_all(ranks, sample_tensors()), checkpoint_id=folder, use_collectives=False)
-    ranks.store.set(f"{folder}/saved/{ranks.rank}", "")
-    ranks.barrier()
     if ranks.rank == 3:
         ranks.store.wait([key.replace("saved", "loaded") for key in others], timedelta(seconds=30))
     _check_load(ranks, folder, TP4, use_collectives=False)
@@ -187,7 +207,14 @@ def test_a_set_of_mixed_saves_is_refused_on_all_ranks(ranks: Job, folder: Path) 
     state = TP4.place_all(ranks, sample_tensors())
     hpdcp.save(state, checkpoint_id=folder, use_collectives=False)
     if ranks.rank != 1:
-        hpdcp.save(state, checkpoint_id=folder, use_collectives=False)
+        # As where the others are killed meanwhile.
+        save_state(
+            state,
+            open_writer=lambda: hpdcp.FileSystemWriter(folder),
+            planner=hpdcp.StandardSavePlanner(),
+            exchange=Alone(ranks.rank, ranks.world_size),
+            collective=False,
+        )
     ranks.barrier()
     targets = TP4.blank_all(ranks, sample_tensors())
     for arguments in ({}, {"use_collectives": False}, {"no_dist": True}):

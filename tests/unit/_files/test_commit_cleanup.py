@@ -254,6 +254,17 @@ def test_plain_names_of_an_earlier_version_go_where_their_first_bytes_name_the_a
     assert names(folder) == {METADATA, LEASE, mine.name, *new.files}
 
 
+def test_a_process_alone_replaces_what_another_process_saved_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPDCP_RUN_ID", "before the restart")
+    hpdcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
+    monkeypatch.setenv("HPDCP_RUN_ID", "after it")
+    new = hpdcp.save(state(2.0), checkpoint_id=tmp_path, no_dist=True)
+    assert names(tmp_path) == {"0.metadata", *new.files}
+    assert loaded(tmp_path, no_dist=True) == 2.0
+
+
 def test_deletion_follows_no_link_out_of_the_folder(tmp_path: Path) -> None:
     folder, outside = tmp_path / "ckpt", tmp_path / "outside"
     for made in (outside / "deep", folder / "inner"):
