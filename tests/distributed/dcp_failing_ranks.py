@@ -178,6 +178,7 @@ def test_a_read_error_on_one_rank(ranks: Job, earlier: Path, monkeypatch: pytest
 @pytest.mark.parametrize("damage", ["truncated", "missing", "swapped"])
 def test_a_data_file_that_is_not_what_it_was(ranks: Job, earlier: Path, damage: str) -> None:
     file = data_file(earlier, 2)
+    ranks.barrier()
     if ranks.rank == 0:
         data = file.read_bytes()
         file.unlink()
