@@ -279,7 +279,7 @@ def test_a_password_is_in_no_message() -> None:
     backend = GenericBackend("leakfs://me:open%20sesame@host/run")
     with pytest.raises(StorageError, match=r"login me:\*\*\*@host was refused.*credentials") as caught:
         backend.read("key")
-    assert backend.url == "leakfs://me:***@host/run"
+    assert backend.url == "leakfs://***@host/run"
     assert "sesame" not in f"{caught.value} {backend!r}"
 
 

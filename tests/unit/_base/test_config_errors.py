@@ -85,7 +85,7 @@ def test_an_unknown_argument_of_using_changes_nothing() -> None:
         ("HPDCP_BACKEND__NAME", "nfs", "a name"),
         ("HPDCP_BROADCAST", "yes", "'auto', 'always', 'never'"),
         ("HPDCP_ALLOW_PICKLE", "maybe", "true or false"),
-        ("HPDCP_CHECK_REPLICAS", "some", "'off', 'small', 'all'"),
+        ("HPDCP_CHECK_REPLICAS", "some", "'off', 'sample', 'all'"),
         ("HPDCP_ASYNC_STAGING_BUDGET", "-1", "a number of bytes"),
         ("HPDCP_ASYNC_STAGING_BUDGET", "1.5", "a number of bytes"),
         ("HPDCP_GROUP_TIMEOUT", "soon", "seconds, more than zero"),
