@@ -11,7 +11,7 @@ import numpy as np
 
 from hpdcp._base import config, progress
 from hpdcp._base.errors import CommitUncertainError, HpdcpError, PeerLostError
-from hpdcp._base.timing import log_message, stage, timed
+from hpdcp._base.timing import log_message, log_once, stage, timed
 from hpdcp._comm.exchange import Alone, Exchange
 from hpdcp._engine._messages import Assignment, Proposal, Report
 from hpdcp._engine._plan_reuse import ONCE, agree_on_cached_plan, draw_plan_id
@@ -153,6 +153,13 @@ class _Save:
         plan_id = draw_plan_id() if keep else ONCE
         begun = self._writer.begin(metadata)
         compared = boxes_to_compare(self._whole, locals_, self._rules)
+        exempt = self._rules.exempt(metadata.entries.fqns)
+        if exempt is not None:
+            log_once(
+                logging.INFO,
+                f"check_replicas = {self._rules}: {int(exempt.sum())} names may differ from rank to rank; of each the "
+                "copy of the lowest rank that holds it is stored.",
+            )
         parts = (
             plan.with_compared(boxes).to_part(local)
             for plan, boxes, local in zip(final, compared, locals_, strict=True)
