@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv services docs lint test soak demo clean
+.PHONY: help venv services docs lint check test soak demo clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -28,19 +28,25 @@ docs: venv ## write the pages that are made from docstrings
 	$(BIN)/python docs/reference/make_configuration.py
 	$(BIN)/python docs/reference/make_commands.py
 
-lint: venv ## ruff, mypy and the floors
+lint: venv ## ruff, mypy and the layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy hpdcp backends
 	$(BIN)/lint-imports
 
-# First what runs in one process, two files at a time; then the groups of ranks, which take both cores themselves, with
-# the network file system's guest beside them.
-ON_RANKS := tests/distributed tests/contract/test_nfs.py
+# Hundreds of processes would otherwise compile the library, each for itself.
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25
+NFS := tests/contract/test_nfs.py
 
-test: lint services ## lint, then every test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ON_RANKS))
-	$(BIN)/python -m pytest $(ON_RANKS)
+check: lint ## lint, and the tests that need no server
+	$(PYTEST) tests/unit tests/golden tests/test_exports.py --ignore tests/unit/_convert/test_stores.py
+
+# The guest with the network file system takes minutes, and little but waiting for it.
+test: lint services ## lint, and every test
+	$(BIN)/python -m pytest $(NFS) > $(VENV)/nfs.log 2>&1 & nfs=$$!; \
+	$(PYTEST) --ignore $(NFS); status=$$?; \
+	wait $$nfs || status=1; cat $(VENV)/nfs.log; exit $$status
 
 SECONDS_OF_SOAK ?= 3600
 SEED ?= 1

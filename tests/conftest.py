@@ -24,7 +24,7 @@ if "RANK" in os.environ:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="hpdcp-rank-")
     atexit.register(shutil.rmtree, os.environ["PYTEST_DEBUG_TEMPROOT"], ignore_errors=True)
 
-pytest_plugins = ["tests.support.background", "tests.support.command", "tests.support.rank_items", "tests.support.s3"]
+pytest_plugins = ["tests.support.command", "tests.support.rank_items", "tests.support.s3"]
 
 settings.register_profile(
     "hpdcp",

@@ -1,13 +1,11 @@
-"""What ranks do together on a store, seen from outside: on S3 by what is served, on NFS by two clients."""
+"""What ranks do together on S3, seen from outside, by what is served."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.background import BackgroundRun
 from tests.support.proxy import Proxy
 from tests.support.rank_group import started
 from tests.support.rank_items import run_test
@@ -31,10 +29,3 @@ def test_what_all_ranks_want_is_served_once_by_s3(
     # One copy; beside it the heads of the files, by which ranks recognise what they read.
     assert LOADED_ONCE_BYTES <= served < 1.02 * LOADED_ONCE_BYTES
     assert s3_server.open_uploads(place) == []
-
-
-# 2 minutes on two free cores, the guest's start among them.
-@pytest.mark.in_background("tests/services/nfs_run", "--timeout=600", "--", "tests/nfs/matrix.sh", sys.executable,
-                           timeout=620)  # fmt: skip
-def test_two_ranks_on_two_nfs_clients(background: BackgroundRun) -> None:
-    assert " passed" in background.output()

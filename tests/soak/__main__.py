@@ -72,6 +72,12 @@ CAMPAIGNS = (
         2000,
         unit="hostile inputs",
     ),
+    Campaign(
+        "hostile_inputs",
+        lambda _, seed: _module("tests.soak.hostile_inputs", "--inputs", 500, "--seed", seed),
+        500,
+        unit="hostile inputs",
+    ),
     Campaign("kill_s3_saves", lambda _, seed: [*_S3, *_module("tests.soak.kill_s3_saves", 20, seed)], 20, place="s3"),
     Campaign("kill_nfs_saves", lambda _, seed: _on_nfs("tests.faults.kill_saves", 20, seed), 20, place="nfs"),
 )
