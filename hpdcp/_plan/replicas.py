@@ -6,6 +6,7 @@ it gives the same answer wherever it is asked.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from hpdcp._base.timing import log_message
 from hpdcp._format.columns import (
     I64,
     ChunkTable,
@@ -23,11 +25,12 @@ from hpdcp._format.columns import (
     starts_of,
 )
 from hpdcp._format.metadata import Metadata
-from hpdcp._plan._coverage import check_exact_cover, check_no_overlaps
+from hpdcp._plan._coverage import check_exact_cover, overlapping_boxes
 from hpdcp._plan._merged_names import MergedNames, merge_names
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.whole_plan import WholePlan, join_results
 from hpdcp._plan.write_results import WriteResults
+from hpdcp._state.mismatches import listed
 
 SPLIT_BYTES: Final = 64 << 20
 """A replica is split among its holders only above this; no box of it is planned much smaller."""
@@ -82,12 +85,19 @@ def merge_rank_metadata(parts: Sequence[Metadata]) -> Metadata:
     """What ranks recorded each for itself, as one; boxes that several of them stored are all there.
 
     Raises:
-        StateDictError: ranks mean different things by one key, or stored boxes of it that overlap and are not the same.
+        StateDictError: ranks mean different things by one key.
     """
     merged = merge_names([SavePlan(part.entries, part.chunks, part.storage.length) for part in parts])
     items = _Items.of(merged)
     order, first = items.sorted()
-    check_no_overlaps(merged.entries, items.chunks.take(order[first]))
+    shared = overlapping_boxes(merged.entries, items.chunks.take(order[first]))
+    if shared:
+        # What is stored stays readable: the ranks may well have meant the same values.
+        log_message(
+            logging.WARNING,
+            f"{len(shared)} tensors have elements that two ranks stored in different boxes, and only one rank's values "
+            f"are loaded: {listed(shared, separator='; ')}. If they may differ, save again with the right offsets.",
+        )
     metadata = Metadata(merged.entries, items.chunks.take(order), settings=parts[0].settings)
     results = [WriteResults(part.storage) for part in parts]
     for rank, rows in merged.sources.items():

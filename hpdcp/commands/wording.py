@@ -7,6 +7,7 @@ from typing import Final
 
 WORDS: Final = {
     "src_platform='torch'": "`hpdcp convert torch-to-dcp`",
+    'hpdcp.offline_transform.convert_full_checkpoint_to_dcp(..., src_platform="torch")': "`hpdcp convert torch-to-dcp`",
     "src_platform='huggingface'": "`hpdcp convert hf-to-dcp`",
     "convert_full_checkpoint_to_dcp": "`hpdcp convert hf-to-dcp`",
     "convert_dcp_to_huggingface": "`hpdcp convert dcp-to-hf`",
