@@ -247,11 +247,11 @@ def test_boxes_that_ranks_saved_alone_and_that_overlap_are_told_when_they_are_pu
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     parts = []
-    for box in (((0,), (5,)), ((3,), (5,))):
+    for name, box in (("f", ((0,), (5,))), ("g", ((3,), (5,)))):
         entry, write = tensor("k", (8,)), item("k", box)
         kept = plan((entry, write))
         _, metadata = drop_duplicates([kept], remove_redundancy=True, to_minimum_rank=False, whole=False)
-        results = WriteResults.build([WriteResult(StorageInfo("f", 0, 20, (7,)))], [FileRecord("f", 20, 0)])
+        results = WriteResults.build([WriteResult(StorageInfo(name, 0, 20, (7,)))], [FileRecord(name, 20, 0)])
         parts.append(metadata.with_storage(results.table, {}))
     assert len(merge_rank_metadata(parts).chunks) == 2
     assert "'k' of shape [8]: [0] to [5] and [3] to [8]" in caplog.text
