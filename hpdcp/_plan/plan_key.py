@@ -21,8 +21,9 @@ def plan_key(writer: StorageWriter, planner: SavePlanner, context: PlannerContex
 
     Of what plans depend on, the state and the options are told by the planner's `cache_key`, the arrangement by the
     writer's, and the rest is all here: the classes of both, the rank's place among the others, and every setting but
-    those that say otherwise, so that none is forgotten which a planner, a writer, a layout or a backend may read. A class that changes how plans are
-    made, and leaves `cache_key` as a class below it has it, is not cached: nobody else knows what it depends on.
+    those that are named above, so that none is forgotten which a planner, a writer, a layout or a backend may read. A
+    class that changes how plans are made, and leaves `cache_key` as a class below it has it, is not cached: nobody else
+    knows what it depends on.
 
     Asked once the planner is configured; the writer need not be.
     """
