@@ -44,7 +44,7 @@ check: lint ## lint, and the tests that need no server
 
 # The guest with the network file system takes minutes, and little but waiting for it.
 test: lint services ## lint, and every test
-	$(BIN)/python -m pytest $(NFS) > $(VENV)/nfs.log 2>&1 & nfs=$$!; \
+	$(BIN)/python -m pytest -o faulthandler_timeout=900 $(NFS) > $(VENV)/nfs.log 2>&1 & nfs=$$!; \
 	$(PYTEST) --ignore $(NFS); status=$$?; \
 	wait $$nfs || status=1; cat $(VENV)/nfs.log; exit $$status
 
