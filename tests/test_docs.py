@@ -16,6 +16,7 @@ import hpdcp
 from hpdcp._base import config
 from hpdcp._files import registry
 from hpdcp._format.container import unpack_columns
+from tests.support.rank_group import run_forked_ranks
 from tests.support.ranks import ROOT, forked_python, run_python
 from tests.support.s3 import S3Server
 
@@ -96,7 +97,7 @@ def test_the_readmes_script_trains_on_four_ranks_and_resumes_on_two(tmp_path: Pa
     script.write_text(code.replace("checkpoints/sharded", folder))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     first = run_python([*torchrun, "--nproc-per-node=4", str(script)], timeout=120)
-    then = run_python([*torchrun, "--nproc-per-node=2", str(script), "resume"], timeout=120)
+    then = run_forked_ranks(2, [str(script), "resume"], timeout=120)
     assert first.count("step 3,") == 4
     assert then.count("step 6,") == 2
     assert hpdcp.FileSystemReader(folder).load_metadata().world_size == 2

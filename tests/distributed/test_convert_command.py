@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import hpdcp
 from tests.support.data_files import without_attempt
 from tests.support.huggingface import read_index, same, write_shards
+from tests.support.rank_group import run_forked_ranks
 from tests.support.ranks import run_python
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
@@ -48,7 +49,7 @@ def test_two_ranks_convert_there_and_back_and_one_result_is_printed(tmp_path: Pa
 
 def test_an_error_is_told_once_and_the_job_fails(tmp_path: Path) -> None:
     arguments = ["convert", "hf-to-dcp", str(tmp_path / "nowhere"), str(tmp_path / "dcp")]
-    output = run_python([*TORCHRUN, "-m", "hpdcp", *arguments], timeout=120, expect=1)
+    output = run_forked_ranks(2, ["-m", "hpdcp", *arguments], timeout=120, expect=3)
     assert output.count("hpdcp: ") == 1
     assert "nowhere is not there" in output
 
@@ -59,6 +60,6 @@ def test_what_cannot_be_shared_is_done_once(tmp_path: Path) -> None:
         (["convert", "dcp-to-torch", str(tmp_path / "a"), str(tmp_path / "a.pt")], "wrote a file"),
         (["rm", str(tmp_path / "a"), "--yes"], "removed 3 files"),
     ):
-        assert run_python([*TORCHRUN, "-m", "hpdcp", *arguments], timeout=120).count(said) == 1
+        assert run_forked_ranks(2, ["-m", "hpdcp", *arguments], timeout=120).count(said) == 1
     assert not (tmp_path / "a").exists()
     assert torch.load(tmp_path / "a.pt")["layers.5.w"][0, 0] == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,22 +33,10 @@ class RankGroup:
 
     def __init__(self, file: Path, ranks: int, environment: Mapping[str, str], folder: Path) -> None:
         """Start them, each with its output in a file of `folder`; they have collected the file when this returns."""
-        import torch.distributed as dist
-
-        # Here, as torchrun's agent does it: the port cannot be taken by somebody else, and the store outlives a rank.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        shared = {name: value for name, value in variables(environment).items() if not name.startswith("PYTEST_")}
-        shared |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            # Ranks have no use for them, and importing hypothesis for its own takes longer than most tests.
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        }
+        self._store, shared = meet(ranks, environment)
+        shared = {name: value for name, value in shared.items() if not name.startswith("PYTEST_")}
+        # Ranks have no use for plugins, and importing hypothesis for its own takes longer than most tests.
+        shared["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         self._outputs: list[Path] = []
         self._read: list[int] = [0] * ranks
         self._ranks: list[Forked] = []
@@ -154,6 +143,53 @@ class RankGroup:
         hung = f"ranks {silent} were not through after {seconds:g} s" if silent else ""
         text = self.output()
         raise RanksLostError(f"{what}: {'; '.join(filter(None, (ended, hung)))}\n{text[-_TAIL:]}")
+
+
+def meet(ranks: int, environment: Mapping[str, str]) -> tuple[object, dict[str, str]]:
+    """The store that so many ranks meet over, to be kept as long as they live, and what they find in their environment.
+
+    The store is this process's, as torchrun's is its agent's: nobody else can take its port, and it outlives a rank.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, variables(environment) | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def run_forked_ranks(ranks: int, arguments: Sequence[str], *, timeout: float, expect: int = 0) -> str:
+    """`python` with `arguments` on so many forked ranks, as under torchrun; what all of them printed.
+
+    Raises:
+        AssertionError: one exits with another status than `expect`, or the time was up; ends with the output.
+    """
+    store, shared = meet(ranks, {})
+    until = time.monotonic() + timeout
+    statuses: list[int | str] = []
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        programs = [
+            Forked(arguments, output=output, environment=shared | {"RANK": rank, "LOCAL_RANK": rank}, number=int(rank))
+            for rank in map(str, range(ranks))
+        ]
+        for program in programs:
+            try:
+                statuses.append(program.wait(max(0.1, until - time.monotonic())))
+            except TimeoutError:
+                statuses.append("killed when its time was up")
+            finally:
+                program.kill()
+        output.seek(0)
+        text = output.read()
+    del store
+    assert statuses == [expect] * ranks, f"{' '.join(arguments)}: {statuses}\n{text[-_TAIL:]}"
+    return text
 
 
 @contextlib.contextmanager

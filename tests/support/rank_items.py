@@ -39,7 +39,7 @@ class RankFile(pytest.Module):
 
     def collect(self) -> Iterator[RankItem]:
         if not hasattr(self.obj, "RANKS"):
-            return  # for torchrun alone
+            return  # another file says how it is run
         # Tests of one environment follow one another, so that ranks are started once for each.
         for case in sorted(super().collect(), key=_parameters_of_the_module):
             assert isinstance(case, pytest.Function)

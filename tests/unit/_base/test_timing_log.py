@@ -12,7 +12,7 @@ import pytest
 
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._base.timing import configure_logging, current_rank, log_message, set_rank, stage, timed
-from tests.support.ranks import run_python
+from tests.support.ranks import forked_python, run_python
 
 LOGGER = logging.getLogger("hpdcp")
 
@@ -108,7 +108,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 assert current_rank() == 0
 dist.destroy_process_group()
 """
-    run_python(["-c", code])
+    forked_python(["-c", code])
 
 
 def test_the_environment_switches_it_on_at_import_and_nothing_is_touched_without_it() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.ranks import run_python
+from tests.support.ranks import forked_python, run_python
 
 NO_OTHER = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """A package that brings devices would take the place of the fake one."""
@@ -15,7 +15,7 @@ NO_OTHER = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 def test_the_device_path_works_on_a_device_that_is_not_the_cpu() -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/_devices/on_fake_device.py"]
-    run_python(command, timeout=300, environment=NO_OTHER)
+    forked_python(command, timeout=300, environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
 
 
 def test_the_benchmark_of_staging_prints_its_table_on_that_device(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import hpdcp
 from hpdcp._base.errors import NotSupportedError
-from tests.support.ranks import ROOT, run_ranks
+from tests.support.ranks import ROOT
 from tests.unit._base.test_progress import Recorder, drawn
 
 __all__ = ["drawn"]
@@ -81,10 +81,6 @@ def test_without_tqdm_a_save_and_a_load_fail_before_anything_is_written_or_chang
             hpdcp.load(target, checkpoint_id=tmp_path / "old")
     assert not (tmp_path / "new").exists()
     assert torch.equal(target["w"], torch.zeros(3))
-
-
-def test_two_ranks_that_share_a_load_show_one_bar_with_what_rank_0_reads() -> None:
-    run_ranks(2, Path(__file__).with_name("progress_on_two_ranks.py"), timeout=120)
 
 
 def environment(progress: str) -> dict[str, str]:
