@@ -83,8 +83,14 @@ def test_a_mapping_that_paths_could_not_make_again_is_a_value(value: Any) -> Non
     assert names({"x": value}) == {"x": value}
 
 
-@pytest.mark.parametrize("key", [T, torch.nn.Parameter(T), object(), (1, T), frozenset([object()])], ids=repr)
-@pytest.mark.parametrize("inside", [lambda m: m, lambda m: [m], lambda m: [{"deep": (m,)}]])
+@pytest.mark.parametrize(
+    "key",
+    [T, torch.nn.Parameter(T), object(), (1, T), frozenset([object()])],
+    ids=["tensor", "parameter", "object", "tuple", "frozenset"],
+)
+@pytest.mark.parametrize(
+    "inside", [lambda m: m, lambda m: [m], lambda m: [{"deep": (m,)}]], ids=["mapping", "list", "deep"]
+)
 def test_keys_that_no_other_process_has_are_refused_by_where_they_are(key: Any, inside: Any) -> None:
     with pytest.raises(UnsupportedTypeError, match=r"^'opt.*state_dict\(\)"):
         walk({"opt": inside({key: {"step": 1}})}, rank=0)
