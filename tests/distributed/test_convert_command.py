@@ -50,8 +50,10 @@ def test_two_ranks_convert_there_and_back_and_one_result_is_printed(tmp_path: Pa
 def test_an_error_is_told_once_and_the_job_fails(tmp_path: Path) -> None:
     arguments = ["convert", "hf-to-dcp", str(tmp_path / "nowhere"), str(tmp_path / "dcp")]
     output = run_forked_ranks(2, ["-m", "hpdcp", *arguments], timeout=120, expect=3)
-    assert output.count("hpdcp: ") == 1
-    assert "nowhere is not there" in output
+    # Beside it, rank 0 may say that it waits for a rank that starts slowly.
+    told = [line for line in output.splitlines() if line.startswith("hpdcp: ") and "waiting for the others" not in line]
+    assert len(told) == 1, output
+    assert "nowhere is not there" in told[0]
 
 
 def test_what_cannot_be_shared_is_done_once(tmp_path: Path) -> None:
