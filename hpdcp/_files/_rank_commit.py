@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointExistsError
 from hpdcp._base.timing import log_message
-from hpdcp._files.leftovers import refuse_taken, removable
+from hpdcp._files.leftovers import refuse_foreign, refuse_taken, removable
 from hpdcp._files.publish import publish_or_doubt, read_or_none
 from hpdcp._files.save_identity import SaveIdentity
 from hpdcp._format.file_names import METADATA, rank_metadata_key, rank_of_metadata_key
@@ -86,6 +86,7 @@ def _refuse_strangers(backend: Backend, keys: Sequence[str], run: str, context: 
     url = backend.url
     advice = f"Save to an empty folder, or remove the old checkpoint first: hpdcp rm {url}."
     if METADATA in keys:
+        refuse_foreign(backend, keys, read_or_none(backend, METADATA))
         raise CheckpointExistsError(f"{url} holds a checkpoint that all ranks saved together. {advice}")
     rank, world_size = context.rank, context.world_size
     there = sorted(found for key in keys if (found := rank_of_metadata_key(key)) is not None)

@@ -21,6 +21,7 @@ from hpdcp._files.leftovers import (
     clear_mailboxes,
     keys_of_checkpoint,
     orphans,
+    refuse_foreign,
     refuse_taken,
     removable,
 )
@@ -48,11 +49,12 @@ class Attempt:
             roots: names at the root that the save takes, of files and of folders, whatever its attempt.
 
         Raises:
-            CheckpointExistsError: a name of `roots` is taken; nothing was changed.
+            CheckpointExistsError: a name of `roots` is taken, or another program saved there; nothing was changed.
         """
         backend.prepare()
         keys = {info.key for info in backend.list_keys()}
         before = read_or_none(backend, METADATA) if METADATA in keys else None
+        refuse_foreign(backend, keys, before)
         earlier = read_lease(backend) if LEASE in keys else None
         committed = _settings_of(before).get("attempt")
         # A `.metadata` that cannot be read may be the lease's own.

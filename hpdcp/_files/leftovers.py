@@ -11,6 +11,7 @@ from hpdcp._base.errors import CheckpointError, CheckpointExistsError, InvalidAr
 from hpdcp._base.timing import log_message
 from hpdcp._comm.mailbox import clear_mailbox
 from hpdcp._files import registry
+from hpdcp._files.foreign import recognise_folder
 from hpdcp._files.lease import SILENT_SECONDS, may_be_removed
 from hpdcp._files.parallel import for_each_file
 from hpdcp._files.publish import read_or_none
@@ -50,6 +51,20 @@ def refuse_taken(backend: Backend, keys: Collection[str], roots: Collection[str]
         f"{backend.url} holds {shown}, which this save would write, and which no unfinished save of hpdcp is known to "
         "have left there. Save to another folder, or remove it first."
     )
+
+
+def refuse_foreign(backend: Backend, keys: Collection[str], metadata: bytes | None) -> None:
+    """Raise if `metadata`, the `.metadata` beside the files `keys`, is another program's: a save would replace it.
+
+    Raises:
+        CheckpointExistsError: names the program whose checkpoint it is.
+    """
+    foreign = None if metadata is None else recognise_folder(keys, metadata)
+    if foreign is not None:
+        raise CheckpointExistsError(
+            f"{backend.url} holds {foreign.name}, whose {foreign.key} this save would replace. Save to another folder, "
+            "or move those files away first."
+        )
 
 
 def clear_fixed_names(backend: Backend, roots: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import hpdcp
 from hpdcp._files.foreign import recognise_folder
-from hpdcp.errors import CheckpointError, CheckpointNotFoundError, UnsupportedFormatError
+from hpdcp.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, UnsupportedFormatError
 from hpdcp.inspect import inspect_checkpoint
 from hpdcp.verify import verify_checkpoint
 
@@ -85,3 +85,19 @@ def test_a_pickle_in_place_of_a_ranks_metadata_is_no_damage(tmp_path: Path) -> N
     (tmp_path / "0.metadata").write_bytes(b"\x80\x04\x95\x88\x03\x00\x00\x00\x00\x00\x00\x8c")
     with pytest.raises(CheckpointError, match="not written by hpdcp"):
         hpdcp.load({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "options", [{}, {"use_collectives": False}, {"no_dist": True}], ids=["all", "by rank", "alone"]
+)
+def test_a_save_replaces_no_checkpoint_of_torch(tmp_path: Path, options: dict[str, bool]) -> None:
+    kept = {"w": torch.arange(6.0)}
+    dcp.save(kept, checkpoint_id=tmp_path, no_dist=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(CheckpointExistsError, match=r"whose \.metadata this save would replace"):
+        hpdcp.save({"w": torch.zeros(6)}, checkpoint_id=tmp_path, **options)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    target = {"w": torch.zeros(6)}
+    dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(target["w"], kept["w"])
