@@ -50,7 +50,7 @@ def _fetch(waiting: Sequence[tuple[int, torch.Tensor, Sequence[Span]]], found: l
     for each in waiting:
         by_device.setdefault(each[1].device, []).append(each)
     for group in by_device.values():
-        memory = device.host_bytes(device.to_host(torch.cat([flat for _, flat, _ in group])))
+        memory = device.host_bytes(device.to_host(_joined([flat for _, flat, _ in group])))
         position = 0
         for row, _, spans in group:
             crcs = []
@@ -66,12 +66,22 @@ def _bytes_at(tensor: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
     elements = [(start // size, stop // size) for start, stop in spans]
     if tensor.is_contiguous():
         flat = tensor.view(-1)
-        return torch.cat([_as_bytes(flat[start:stop]) for start, stop in elements])
+        return _joined([_as_bytes(flat[start:stop]) for start, stop in elements])
     if not (tensor.is_conj() or tensor.is_neg()) and size in _INTEGERS:
         tensor = tensor.view(_INTEGERS[size])
     numbers = torch.cat([torch.arange(start, stop, device="cpu") for start, stop in elements])
     where = tuple(axis.to(tensor.device) for axis in torch.unravel_index(numbers, tensor.shape))
     return _as_bytes(tensor[where])
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of all parts in one tensor beside them; by copies, which every device has, unlike `torch.cat`."""
+    joined = torch.empty(sum(len(part) for part in parts), dtype=torch.uint8, device=parts[0].device)
+    position = 0
+    for part in parts:
+        joined[position : position + len(part)].copy_(part)
+        position += len(part)
+    return joined
 
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:

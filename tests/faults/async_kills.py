@@ -43,9 +43,8 @@ def train(folder: Path, board: Board) -> None:
     """Save step after step; a worker that is killed is reported, and the next step is saved by another."""
     for step in itertools.count(board[BEGUN] + 1):
         board[BEGUN] = step
-        response = hpdcp.async_save(state(step), checkpoint_id=folder)
         try:
-            response.get_result(60)
+            hpdcp.async_save(state(step), checkpoint_id=folder).get_result(60)
         except WorkerDiedError:
             board[SAID] += 1
         else:
