@@ -6,7 +6,6 @@ the worker says    stage               in a save by waves: copy the items of thi
 the trainer says   staged, not_staged  they lie there; or why they could not be copied
 the worker says    released            nothing more is asked for: the trainer may change its state
 the worker says    saved, failed       the end of the save
-the trainer says   give_up             another rank will not come to the end of this attempt
 the trainer says   stop                no more saves
 """
 

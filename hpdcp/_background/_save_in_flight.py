@@ -9,18 +9,17 @@ from collections.abc import Callable, Hashable
 from typing import Final
 
 from hpdcp._background._background_saves import SAVES
-from hpdcp._background._joint_call import JointCall
 from hpdcp._background._messages import Message
 from hpdcp._background._sampled import Sampled
 from hpdcp._background._save_job import SaveAnswer, SaveJob
 from hpdcp._background._staging import build_staged_state_dict
 from hpdcp._background._worker_client import WorkerClient
-from hpdcp._background._worker_exchange import published_by, report_dead_worker
+from hpdcp._background._worker_exchange import report_dead_worker
 from hpdcp._background.response import AsyncSaveResponse
 from hpdcp._base.errors import HpdcpError, WorkerDiedError, rebuild
 from hpdcp._base.saves_in_flight import SaveToLocation
 from hpdcp._base.timing import log_message
-from hpdcp._comm.exchange import COORDINATOR, Failed
+from hpdcp._comm.exchange import Failed
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS, CachedPlan
 from hpdcp._plan.planner import SavePlanner
@@ -28,14 +27,6 @@ from hpdcp._plan.save_plan import SavePlan
 
 _LOOK_SECONDS: Final = 0.2
 """Between two looks whether the script has ended, or the save has."""
-_HEAR_SECONDS: Final = 1.0
-"""Between two looks whether another rank has failed or died."""
-_HEARD_PER_SECOND: Final = 100
-"""The coordinator looks at every rank; with many it looks less often."""
-_LAST_WORDS_SECONDS: Final = 2.0
-"""A rank that has ended may have sent its last message just before: it is looked for so long."""
-_PUBLISHING_SECONDS: Final = 3.0
-"""How long a rank whose worker died looks whether the coordinator, which may have all it needs, publishes."""
 
 
 class SaveInFlight:
@@ -44,7 +35,6 @@ class SaveInFlight:
     Args:
         exit_timeout: seconds that a script that has ended waits for the save.
         key: under which the plan is cached; None where it is not.
-        call: through which the other ranks are heard; None where there are none.
     """
 
     def __init__(
@@ -55,7 +45,6 @@ class SaveInFlight:
         response: AsyncSaveResponse,
         callback: Callable[[], object] | None,
         key: Hashable | None,
-        call: JointCall | None,
     ) -> None:
         self._worker = worker
         self._job = job
@@ -64,10 +53,7 @@ class SaveInFlight:
         self._callback = callback
         self._key = key
         self._exit_timeout = exit_timeout
-        self._call = call
         self._submitted = False
-        self._ended = threading.Event()
-        self._listener: threading.Thread | None = None
         self._early_answer: Message | None = None
         """The answer, where it came while waves were being staged."""
 
@@ -77,7 +63,6 @@ class SaveInFlight:
         Called before `start`, in the thread that called `async_save`: until it returns, the state is still needed.
         """
         failure: Exception | None = None
-        self._listen()
         try:
             self._submit()
             while (message := self._worker.receive()).kind in ("stage", "sample"):
@@ -112,21 +97,12 @@ class SaveInFlight:
 
     def _run(self) -> None:
         """Wait for the worker's answer, set the future, run the callback."""
-        try:
-            self._conclude()
-        finally:
-            self._ended.set()
-
-    def _conclude(self) -> None:
         assert self._location is not None
-        threading.Thread(target=self._bound_the_exit, name="hpdcp-exit", daemon=True).start()
-        self._listen()
+        guard = threading.Thread(target=self._bound_the_exit, name="hpdcp-exit", daemon=True)
+        guard.start()
         try:
             metadata = self._await()
-            self._ended.set()
         except BaseException as error:  # noqa: BLE001  # for whoever asks
-            if self._call is not None:
-                self._call.fail(error)
             self._location.end()
             SAVES.note_failure(self._response)
             self._response.future.set_exception(error)
@@ -151,9 +127,11 @@ class SaveInFlight:
             self._submit()
             message = self._early_answer or self._worker.receive()
         except EOFError:
-            return self._published_before(self._worker.death())
-        except WorkerDiedError as death:
-            return self._published_before(death)
+            self._tell_the_others()
+            raise self._worker.death() from None
+        except WorkerDiedError:
+            self._tell_the_others()
+            raise
         answer = SaveAnswer.from_message(message)
         if answer.replanned and self._key is not None:
             # Some rank lacks the plan. Staged in part once more, it could not be planned for good: make another.
@@ -165,38 +143,6 @@ class SaveInFlight:
             PLANS.put(self._key, plan)
             self._worker.plans.add(plan.plan_id)
         return Metadata.from_bytes(answer.metadata, where="the metadata of this save")
-
-    def _published_before(self, death: WorkerDiedError) -> Metadata:
-        """What the worker, or the coordinator's, published of this save although this one died; else raises `death`."""
-        self._tell_the_others()
-        last = time.monotonic() + (0 if self._job.rank == COORDINATOR else _PUBLISHING_SECONDS)
-        while True:
-            try:
-                published = published_by(self._job, self._job.writer.open(self._job.identity))
-            except Exception as error:  # noqa: BLE001  # whatever it is: `death` is what happened
-                death.add_note(f"Whether it was published could not be found out: {error}")
-                raise death from None
-            if published is not None:
-                log_message(logging.WARNING, f"{death} The save was published before, and is whole.")
-                return published
-            if time.monotonic() >= last:
-                raise death from None
-            time.sleep(_LOOK_SECONDS)
-
-    def _listen(self) -> None:
-        """From now on tell the worker when another rank has failed or died, so that it does not wait for that one."""
-        if self._call is not None and self._listener is None:
-            self._listener = threading.Thread(target=self._pass_on, args=(self._call,), name="hpdcp-hear", daemon=True)
-            self._listener.start()
-
-    def _pass_on(self, call: JointCall) -> None:
-        pause = max(_HEAR_SECONDS, call.world_size / _HEARD_PER_SECOND)
-        heard = ""
-        while not self._ended.wait(_LAST_WORDS_SECONDS if heard else pause):
-            if heard:
-                self._worker.give_up(self._job.identity.attempt, heard)
-                return
-            heard = call.heard()
 
     def _tell_the_others(self) -> None:
         try:

@@ -73,11 +73,6 @@ class WorkerClient:
         """Say why the items that it asked for could not be staged; WorkerDiedError when it died."""
         self._send("not_staged", {"reason": reason}, b"")
 
-    def give_up(self, attempt: str, reason: str) -> None:
-        """Have it wait no longer for other ranks in that attempt; a worker that died hears nothing."""
-        with contextlib.suppress(OSError):
-            self._socket.send("give_up", {"attempt": attempt, "reason": reason})
-
     def _send(self, kind: str, facts: Mapping[str, Any], payload: bytes) -> None:
         """With the shared memory that it does not have yet."""
         new = self.arena.segments[self._sent_segments :]
@@ -99,8 +94,8 @@ class WorkerClient:
         status = self._process.returncode
         how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
         return WorkerDiedError(
-            f"the background worker {how}, and nothing of this save was published; an earlier checkpoint is untouched. "
-            "Look for its output above, or for the system's out-of-memory killer. The next async_save starts another."
+            f"the background worker {how} before the save was published; an earlier checkpoint is untouched. Look for "
+            "its output above, or for the system's out-of-memory killer. The next async_save starts a new worker."
         )
 
     def stop(self, seconds: float) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 from hpdcp._background._background_saves import SAVES
 from hpdcp._background._environment import CallEnvironment
-from hpdcp._background._joint_call import JointCall, joint_call
 from hpdcp._background._save_in_flight import SaveInFlight
 from hpdcp._background._save_job import Coordination, SaveJob
 from hpdcp._background._specs import PlannerSpec, WriterSpec, sendable
@@ -75,44 +74,11 @@ def async_save(
 
     Raises:
         AssertionError: `use_gloo`, and MASTER_ADDR or MASTER_PORT is not set.
-        InvalidArgumentError: no location to save to, or not the same on all ranks; or a writer or planner that cannot
-            be sent to the worker.
+        InvalidArgumentError: no location to save to, or a writer or planner that cannot be sent to the worker.
         NotSupportedError: a location that only this process sees, such as `memory://`.
         StateDictError: something cannot be stored so that it comes back exactly; names the key.
         HpdcpError: an earlier save failed and nobody asked about it.
     """
-    call = joint_call(no_dist=no_dist, use_collectives=use_collectives)
-    try:
-        return _called(
-            state_dict,
-            checkpoint_id,
-            storage_writer,
-            planner,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-            use_gloo=use_gloo,
-            callback=callback,
-            call=call,
-        )
-    except BaseException as error:
-        if call is not None:
-            # Whatever it was: the other ranks' workers wait for this rank's.
-            call.fail(error)
-        raise
-
-
-def _called(
-    state_dict: Mapping[Any, Any],
-    checkpoint_id: str | Path | None,
-    storage_writer: StorageWriter | None,
-    planner: SavePlanner | None,
-    *,
-    no_dist: bool,
-    use_collectives: bool,
-    use_gloo: bool,
-    callback: Callable[[], object] | None,
-    call: JointCall | None,
-) -> AsyncSaveResponse:
     require_flags(no_dist=no_dist, use_collectives=use_collectives, use_gloo=use_gloo)
     require_instance("planner", planner, SavePlanner, instead=arguments.SAVE_PLANNER)
     if callback is not None and not callable(callback):
@@ -133,7 +99,6 @@ def _called(
             use_collectives=use_collectives and not no_dist,
             use_gloo=use_gloo,
             callback=callback,
-            call=call,
         )
 
 
@@ -146,7 +111,6 @@ def _save(
     use_collectives: bool,
     use_gloo: bool,
     callback: Callable[[], object] | None,
-    call: JointCall | None,
 ) -> AsyncSaveResponse:
     rank, world_size = ranks
     location = _location_of(writer)
@@ -156,7 +120,7 @@ def _save(
             f"location; {type(writer).__qualname__} has none. Pass checkpoint_id=, or use_gloo=True."
         )
     settings = config.current()
-    identity = _identity(location, world_size, call)
+    identity = _identity(location, world_size)
     specs = WriterSpec.of(writer), PlannerSpec.of(planner)
     pickled_settings = sendable(settings, "the configuration")
     context = PlannerContext(rank, world_size, rank == 0 or not use_collectives, use_collectives)
@@ -189,7 +153,7 @@ def _save(
     )
     worker.plans |= {plan.plan_id for plan in staging.cached}
     response = AsyncSaveResponse(location)
-    save = SaveInFlight(worker, job, settings.exit_timeout, response, callback, staging.key, call)
+    save = SaveInFlight(worker, job, settings.exit_timeout, response, callback, staging.key)
     if staging.wave_bytes:
         failure = save.stage_waves(planner)
     SAVES.note_in_flight(response, save.start())
@@ -216,10 +180,8 @@ def _location_of(writer: StorageWriter) -> str:
         return backend.url
 
 
-def _identity(location: str, world_size: int, call: JointCall | None) -> SaveIdentity:
+def _identity(location: str, world_size: int) -> SaveIdentity:
     """What tells this save from others, agreed by all ranks; nobody waits for anybody."""
     run = run_id()
-    if call is not None:
-        return SaveIdentity(call.settle(location), run, call.number)
     ordinal = next_ordinal(run, location, world_size)
     return SaveIdentity(attempt_id(location, ordinal, alone=world_size == 1), run, ordinal)

@@ -28,17 +28,20 @@ from hpdcp._background._sampled import Sampled
 from hpdcp._background._save_job import Coordination, SaveAnswer, SaveJob
 from hpdcp._background._staged_planner import StagedPlanner
 from hpdcp._background._staging import StagedState
-from hpdcp._background._worker_exchange import OtherRanks, WorkerGroup, open_exchange, published_by
+from hpdcp._background._worker_exchange import WorkerGroup, open_exchange
 from hpdcp._base import config, timing
 from hpdcp._base.errors import PeerLostError, StateDictError
 from hpdcp._comm.exchange import Failed
 from hpdcp._engine.save import save_state
+from hpdcp._files.publish import read_or_none
+from hpdcp._format.file_names import METADATA
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS
 from hpdcp._plan.plan_key import plan_key
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.standard_save_planner import StandardSavePlanner
+from hpdcp._plan.storage import StorageWriter
 
 _LOOK_SECONDS: Final = 0.5
 """Between two looks whether the trainer is still there."""
@@ -55,8 +58,7 @@ class Worker:
 
     def __init__(self, trainer: MessageSocket, incarnation: str) -> None:
         self._trainer = trainer
-        self._others = OtherRanks()
-        self._group = WorkerGroup(incarnation, self._others)
+        self._group = WorkerGroup(incarnation)
         self._segments: list[Segment] = []
         """The trainer's shared memory, as ranges count its segments."""
         self._received: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -81,9 +83,6 @@ class Worker:
             if message.kind == "stop":
                 self._received.put(None)
                 return
-            if message.kind == "give_up":
-                self._others.give_up(message.facts["attempt"], message.facts["reason"])
-                continue
             self._received.put(message)
 
     def _answer(self, message: Message) -> SaveAnswer:
@@ -112,7 +111,7 @@ class Worker:
             PLANS.put(key, plan)
         known = {plan.plan_id for plan in PLANS.find(key)}
         try:
-            with open_exchange(job, writer, self._group, self._others) as exchange:
+            with open_exchange(job, writer, self._group) as exchange:
                 metadata = save_state(
                     {},
                     open_writer=lambda: writer,
@@ -189,6 +188,15 @@ class _FailedPlanner(StandardSavePlanner):
 
 def _replanned(planner: SavePlanner | None) -> bool:
     return isinstance(planner, StagedPlanner) and planner.replanned
+
+
+def published_by(job: SaveJob, writer: StorageWriter) -> Metadata | None:
+    """What the coordinator published of this very save, where only its last message has not come through."""
+    if writer.location is None or job.coordination is Coordination.NONE:
+        return None
+    data = read_or_none(writer.open_location(), METADATA)
+    found = None if data is None else Metadata.from_bytes(data, where=f"{writer.location}/{METADATA}")
+    return found if found is not None and found.settings.get("attempt") == job.identity.attempt else None
 
 
 def _end_with_parent(parent: int) -> None:

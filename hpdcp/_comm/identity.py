@@ -12,7 +12,6 @@ import uuid
 from typing import Final
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 
 def rank_and_world_size(*, no_dist: bool) -> tuple[int, int]:
@@ -20,15 +19,6 @@ def rank_and_world_size(*, no_dist: bool) -> tuple[int, int]:
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
-
-
-def default_store() -> Store:
-    """The store of the default process group, over a connection of its own where there can be one.
-
-    Whoever waits for a key of a connection keeps others from using it, and training may.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    return store.clone() if hasattr(store, "clone") else store
 
 
 def attempt_id(location: str, ordinal: int, *, alone: bool) -> str:

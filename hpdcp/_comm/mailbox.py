@@ -38,7 +38,6 @@ class Mailbox(FramedExchange):
     Args:
         attempt: agreed by all ranks beforehand; messages of other attempts are in other folders and never read.
         timeout: seconds without any new message after which the ranks still missing count as lost.
-        heard: why some rank will not come any more, as is known by other ways; empty where nothing is known.
     """
 
     def __init__(
@@ -49,9 +48,7 @@ class Mailbox(FramedExchange):
         rank: int,
         world_size: int,
         timeout: float,
-        heard: Callable[[], str] = str,
     ) -> None:
-        self._heard = heard
         self.rank = rank
         self.world_size = world_size
         self._backend = backend
@@ -144,14 +141,11 @@ class Mailbox(FramedExchange):
         last = time.monotonic()
         pauses = _pauses()
         while missing:
-            reason = self._heard()
             there = {info.key for info in self._backend.list_keys(self._folder)}
             read = self._read_all({rank: key for rank, key in missing.items() if key in there})
             found |= read
             for rank in [rank for rank in missing if rank not in read]:
-                if reason:
-                    lost[rank] = PeerLostError(f"{step}: {reason}")
-                elif _dead_key(self._folder, rank) in there:
+                if _dead_key(self._folder, rank) in there:
                     lost[rank] = PeerLostError(f"{step}: the background worker of rank {rank} died.")
                 elif rank in departed and missing[rank] not in there:
                     lost[rank] = PeerLostError(f"{step}: rank {rank} gave up. Look at its output for the error.")

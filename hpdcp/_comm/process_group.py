@@ -171,27 +171,6 @@ def hang_up(group: dist.ProcessGroup) -> None:
             return
 
 
-def standing_host_group() -> dist.ProcessGroup | None:
-    """A group of all ranks that carries host tensors, where there is one; none is made."""
-    default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if default is None or "cpu" in backends_of(default):
-        return default
-    return _own_group[1] if _own_group is not None and _own_group[0] is default else None
-
-
-def closed_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> list[int]:
-    """Those of `ranks` whose end of the connection is closed: they died, or left the group. Waits for nothing."""
-    closed, buffer = [], torch.zeros(1, dtype=torch.uint8, device="cpu")
-    for rank in ranks:
-        try:
-            dist.irecv(buffer, group=group, group_src=rank, tag=_NEVER_SENT)
-        except RuntimeError:
-            closed.append(rank)
-        except ValueError:
-            break  # this rank itself has left it
-    return closed
-
-
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Kind of device → the name of what carries its tensors in this group."""
     pairs = (pair.split(":") for pair in str(dist.get_backend_config(group)).split(",") if ":" in pair)
