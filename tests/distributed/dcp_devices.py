@@ -139,8 +139,8 @@ def test_buffers_on_the_device_stay_within_eight_batches(ranks: Job, folder: Pat
     expected = {f"t{n}": torch.full((900,), n, dtype=torch.uint8) for n in range(100)}
     hpdcp.save({key: on_device(tensor) for key, tensor in expected.items()}, checkpoint_id=folder)
     targets = blank(expected, ranks)
-    held = DEVICE.held()
     gc.collect()  # what earlier tests left in circles
+    held = DEVICE.held()
     DEVICE.forget_peak()
     hpdcp.load(targets, checkpoint_id=folder, broadcast_replicated_tensors=True, broadcast_batch_bytes=1000)
     assert differing(targets, expected) == []
