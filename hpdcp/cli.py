@@ -37,10 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Importing torch takes seconds, in which people change their minds; in a command, typer says the same.
         raise SystemExit(_INTERRUPTED) from None
     except HpdcpError as error:
-        # All ranks raise what one of them met.
-        if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0":
-            from hpdcp.commands.wording import in_commands
+        from hpdcp.commands.launched import rank
+        from hpdcp.commands.wording import in_commands
 
+        # All ranks raise what one of them met. On each host one of them says so.
+        if not rank() or os.environ["LOCAL_RANK"] == "0":
             sys.stderr.write(f"hpdcp: {in_commands(' '.join(str(error).split()))}\n")
         raise SystemExit(_status(error, given)) from None
 

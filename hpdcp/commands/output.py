@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpdcp._base.natural_order import natural_key
+from hpdcp.commands.launched import rank
 
 _WIDE: Final = 100_000
 """Columns of output that goes to a file or a pipe: names are never cut there."""
@@ -21,17 +22,10 @@ _WIDE: Final = 100_000
 Thing = TypeVar("Thing")
 
 
-def rank() -> int:
-    """Which of the processes that torchrun started this is; 0 without torchrun.
-
-    `RANK` alone says nothing: pods of a training job have it set for whoever looks into them.
-    """
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
-
-
 def leave_to_rank_0() -> None:
     """End this process, well, unless it is rank 0: what the command does is no work to share."""
     if rank():
+        typer.echo(f"hpdcp: process {rank()} of torchrun's leaves it to process 0.", err=True)
         raise typer.Exit(0)
 
 
