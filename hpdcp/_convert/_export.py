@@ -12,6 +12,7 @@ at a time, the second is refused.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -96,10 +97,15 @@ class Export:
         exchange.agree("preparing the export", self._prepare if exchange.is_coordinator else lambda: None)
         try:
             exchange.agree("writing the export", lambda: self._write_files(contents))
-            exchange.agree("completing the export", self._complete if exchange.is_coordinator else lambda: None)
+        except BaseException as error:
+            self._discard_together(error)
+            raise
+        try:
+            # On behalf of all: of a coordinator that is interrupted here nobody knows whether it published.
+            exchange.gather_broadcast("completing the export", bytes, lambda _: self._complete())
         except Exception as error:
             if not _may_be_whole(error):
-                self._discard(error)
+                self._discard_together(error)
             raise
 
     def _digest(self) -> int:
@@ -148,7 +154,7 @@ class Export:
             self._backend.write(file.key, buffers(), size=file.size, exclusive=False)
             self._written.append(file.key)
 
-    def _complete(self) -> None:
+    def _complete(self) -> bytes:
         assert self._lease is not None
         self._lease.check()
         if self._plan.is_sharded:
@@ -164,6 +170,7 @@ class Export:
                     f"could not be removed: {error}. Remove it."
                 ) from error
             log_message(logging.WARNING, f"{self._backend.url}: files of an older export could not be removed: {error}")
+        return b""
 
     def _remove_older(self) -> None:
         """What readers would look at first goes first: the older file or index, then the older shards."""
@@ -172,7 +179,18 @@ class Export:
         self._backend.delete([key for key in keys if key in (WEIGHTS, INDEX) and key not in ours])
         self._backend.delete([key for key in keys if _SHARD.fullmatch(key) and key not in ours])
 
-    def _discard(self, error: Exception) -> None:
+    def _discard_together(self, error: BaseException) -> None:
+        """Remove what this rank wrote, and return when all ranks have.
+
+        The lease is how each rank knows that a file is its own, so the coordinator may not release it before. Where a
+        rank is lost there is no waiting for the others.
+        """
+        self._discard(error)
+        if not isinstance(error, PeerLostError):
+            with contextlib.suppress(HpdcpError):
+                self._exchange.agree("removing what was written", lambda: None)
+
+    def _discard(self, error: BaseException) -> None:
         if not self._plan.is_sharded:
             return  # its one file was written in one step or not at all
         try:

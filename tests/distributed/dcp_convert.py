@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 import hpdcp
 from hpdcp import offline_transform
-from hpdcp._base.errors import HpdcpError, InvalidArgumentError, StorageError
+from hpdcp._base.errors import HpdcpError, InvalidArgumentError, PeerLostError, StorageError
 from hpdcp._convert import _planner
+from hpdcp._convert._export import Export
 from hpdcp_backends.local import LocalBackend
 from tests.support.huggingface import write_shards
 from tests.support.job import Job
@@ -112,6 +114,14 @@ def test_a_rank_that_cannot_write_makes_all_raise_and_nothing_is_left(
             raise StorageError("no space left here")
 
         monkeypatch.setattr(LocalBackend, "write", refuse)
+    if ranks.rank == 3:
+        discard = Export._discard
+
+        def late(self: Export, error: BaseException) -> None:
+            time.sleep(0.5)  # by when the coordinator would have released the lease that says whose the files are
+            discard(self, error)
+
+        monkeypatch.setattr(Export, "_discard", late)
     with pytest.raises(StorageError, match=rf"rank {failing}: no space left here"):
         exported(folder / "dcp", folder / "hf")
     ranks.barrier()
@@ -124,6 +134,44 @@ def test_a_rank_that_cannot_write_makes_all_raise_and_nothing_is_left(
         offline_transform.convert_full_checkpoint_to_dcp(folder / "source", folder / "new")
     ranks.barrier()
     assert {path.name for path in (folder / "new").iterdir()} <= {".attempt"}
+
+
+@pytest.mark.parametrize("interrupted", [0, 2])
+def test_an_interrupt_while_shards_are_written_leaves_nothing(
+    ranks: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, interrupted: int
+) -> None:
+    hpdcp.save({f"w{n}": torch.full((40,), float(n)) for n in range(8)}, checkpoint_id=folder / "dcp")
+    if ranks.rank == interrupted:
+        original = LocalBackend.write
+
+        def interrupt(self: LocalBackend, key: str, buffers: Any, *, size: int, exclusive: bool) -> None:
+            original(self, key, buffers, size=size, exclusive=exclusive)
+            if not exclusive:  # the lease is created so
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(LocalBackend, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt if ranks.rank == interrupted else HpdcpError, match=r"^$|KeyboardInterrupt"):
+        exported(folder / "dcp", folder / "hf")
+    ranks.barrier()
+    # Of what the interrupted rank had just written it does not know yet that it has.
+    assert len(list((folder / "hf").iterdir())) <= 1
+
+
+def test_an_export_that_was_published_stays_whole_though_its_coordinator_was_interrupted(
+    ranks: Job, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"w{n}": torch.full((40,), float(n)) for n in range(8)}
+    hpdcp.save(state, checkpoint_id=folder / "dcp")
+
+    def interrupt(self: Export) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Export, "_remove_older", interrupt)
+    with pytest.raises(PeerLostError if ranks.rank else KeyboardInterrupt):
+        exported(folder / "dcp", folder / "hf")
+    ranks.barrier()
+    assert differing_whole(state, read_folder(folder / "hf")) == []
+    ranks.barrier()
 
 
 def test_ranks_that_were_told_different_things_all_raise(ranks: Job, folder: Path) -> None:
