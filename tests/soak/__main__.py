@@ -54,6 +54,11 @@ def _on_nfs(module: str, count: int, seed: int) -> list[str]:
 CAMPAIGNS = (
     Campaign("kill_saves", lambda at, seed: _module("tests.faults.kill_saves", at / "c", 60, seed), 60),
     Campaign("kill_rank_saves", lambda at, seed: _module("tests.soak.kill_rank_saves", at, 20, seed), 20),
+    Campaign(
+        "dead_ranks",
+        lambda at, seed: _module("tests.soak.dead_ranks", at, "--kills", 20, "--seed", seed),
+        20,
+    ),
     Campaign("async_kills", lambda at, seed: _module("tests.faults.async_kills", at / "c", 9, seed), 9),
     Campaign("kill_conversions", lambda at, seed: _module("tests.faults.kill_conversions", at, 20, seed), 40),
     Campaign("kill_removals", lambda at, seed: _module("tests.soak.kill_removals", at / "c", 40, seed), 40),
