@@ -20,11 +20,19 @@ def structure_differences(
     common: Mapping[EntryKey, tuple[int, int]],
     options: ComparisonOptions,
 ) -> Iterator[Difference]:
-    """Names on one side only; other kinds, shapes, dtypes, boxes, ties and nesting."""
-    for key in (key for key in a.rows if key not in common):
-        yield Difference.of(key, Aspect.ONLY_IN_A, _with_tie(a, a.rows[key]), "")
-    for key in (key for key in b.rows if key not in common):
-        yield Difference.of(key, Aspect.ONLY_IN_B, "", _with_tie(b, b.rows[key]))
+    """Names on one side only; other kinds, shapes, dtypes, boxes, ties and nesting.
+
+    A name that one side alone has is no more than a tie where both have another name of the same tensor: of tied
+    weights Hugging Face's files hold one.
+    """
+    stored_a = {a.metadata.resolve(row) for row, _ in common.values()}
+    for key, row in ((key, row) for key, row in a.rows.items() if key not in common):
+        elsewhere = a.metadata.resolve(row) in stored_a
+        yield Difference.of(key, Aspect.TIES if elsewhere else Aspect.ONLY_IN_A, _with_tie(a, row), "")
+    stored_b = {b.metadata.resolve(row) for _, row in common.values()}
+    for key, row in ((key, row) for key, row in b.rows.items() if key not in common):
+        elsewhere = b.metadata.resolve(row) in stored_b
+        yield Difference.of(key, Aspect.TIES if elsewhere else Aspect.ONLY_IN_B, "", _with_tie(b, row))
     # Under prefixes names are not compared as they are, nor are the ways to them.
     same_nesting = not (options.prefix_a or options.prefix_b) and a.metadata.origin == b.metadata.origin
     for key, (row_a, row_b) in common.items():

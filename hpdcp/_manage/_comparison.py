@@ -74,7 +74,8 @@ class Aspect(Enum):
     LAYOUT = "layout"
     """Stored in other boxes: saved under another parallel layout."""
     TIES = "ties"
-    """Tied to another name on one side only, or to different ones."""
+    """Tied to another name on one side only, or to different ones; or on one side only, where both sides have a name
+    that it is tied to."""
     NESTING = "nesting"
     """Other keys lead to it, as in `{"a.b": 1}` and `{"a": {"b": 1}}`."""
 

@@ -20,7 +20,7 @@ def report(done: Conversion, seconds: float, kind: str) -> Iterator[RenderableTy
         table = table_of("file", "bytes", numbers=("bytes",))
         for key, size in list(done.files.items())[:_MOST_FILES]:
             table.add_row(text_of(key), size_of(size))
-        yield from cut_off(table, len(done.files))
+        yield from cut_off(table, len(done.files), "file")
     yield from _left_out(done.skipped)
     if done.copied:
         yield text_of(f"copied along: {', '.join(done.copied)}")

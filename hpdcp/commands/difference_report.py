@@ -45,7 +45,7 @@ def report(found: Comparison, limit: int | None) -> Iterator[RenderableType]:
         if each.aspect is Aspect.DTYPE:
             how = _how_dtypes(found, has_a_row=(each.fqn, each.owner) in told)
         table.add_row(text_of(_name(each)), each.aspect.value, text_of(each.a), text_of(each.b), text_of(how))
-    yield from cut_off(table, len(found.differences))
+    yield from cut_off(table, len(found.differences), "difference")
     for aspect, count in _counted(found.arrangement).items():
         yield text_of(f"{count_of(count, 'name')} {_ARRANGED[aspect]}, {_WHY[aspect is Aspect.DTYPE]}", "dim")
     compared = count_of(found.names, "name")

@@ -97,12 +97,12 @@ def _tables(report: CheckpointReport, limit: int | None) -> Iterable[RenderableT
             text_of(entry.fqn), entry.dtype, shape_of(entry.shape),
             str(entry.chunks), str(len(entry.files)), size_of(entry.nbytes),
         )  # fmt: skip
-    yield from cut_off(tensors, len(report.tensors))
+    yield from cut_off(tensors, len(report.tensors), "tensor")
 
     values = table_of("Python value", "bytes", numbers=numbers)
     for entry in _by_name(report.values)[:limit]:
         values.add_row(text_of(entry.fqn), size_of(entry.nbytes))
-    yield from cut_off(values, len(report.values))
+    yield from cut_off(values, len(report.values), "Python value")
 
     owned: dict[str, list[EntryReport]] = {}
     for entry in _by_name(report.per_rank):
@@ -115,12 +115,12 @@ def _tables(report: CheckpointReport, limit: int | None) -> Iterable[RenderableT
             text_of(fqn), _ranks([entry.owner or 0 for entry in entries]), ", ".join(sorted(kinds)),
             shapes.pop() if len(shapes) == 1 else "differ", size_of(sum(entry.nbytes for entry in entries)),
         )  # fmt: skip
-    yield from cut_off(per_rank, len(owned))
+    yield from cut_off(per_rank, len(owned), "per-rank name")
 
     aliases = table_of("tied name", "stored as")
     for entry in _by_name(report.aliases)[:limit]:
         aliases.add_row(text_of(entry.fqn), text_of(entry.alias_of))
-    yield from cut_off(aliases, len(report.aliases))
+    yield from cut_off(aliases, len(report.aliases), "tied name")
 
 
 def _ranks(owners: Sequence[int]) -> str:

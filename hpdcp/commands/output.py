@@ -116,14 +116,14 @@ def table_of(*columns: str, numbers: Sequence[str] = ()) -> Table:
     return table
 
 
-def cut_off(table: Table, total: int) -> Iterator[RenderableType]:
-    """The table, how much of it was left out, and an empty line; nothing where there is nothing."""
+def cut_off(table: Table, total: int, thing: str) -> Iterator[RenderableType]:
+    """The table, how many of `total` things were left out, and an empty line; nothing where there is nothing."""
     if total:
         if table.row_count:
             yield table
         if table.row_count < total:
-            more = "and " * bool(table.row_count) + f"{total - table.row_count:,} more"
-            yield text_of(f"… {more} in the column {table.columns[0].header!r}", "dim")
+            left_out = count_of(total - table.row_count, f"more {thing}" if table.row_count else thing)
+            yield text_of(f"… and {left_out}" if table.row_count else f"… {left_out}", "dim")
         yield Text()
 
 

@@ -236,6 +236,29 @@ def test_ties_and_nesting_are_told_apart_from_what_counts(saved: Saver) -> None:
     assert set(aspects(compare_checkpoints(a, tied, values=True))) == {"x", "y"}, "each name is told of"
 
 
+@pytest.mark.parametrize("stored", ["embed", "head"])
+def test_a_tied_name_that_the_other_side_stores_under_its_tie_is_the_same(
+    saved: Saver, tmp_path: Path, stored: str
+) -> None:
+    w = torch.randn(3)
+    a = saved("a", {"embed": w, "head": w, "norm": torch.ones(2)})
+    write_shards(tmp_path / "weights", {stored: w, "norm": torch.ones(2)}, shards=1)
+    for found in (
+        compare_checkpoints(a, tmp_path / "weights", values=True),
+        compare_checkpoints(tmp_path / "weights", a, values=True),
+    ):
+        assert found.is_equal
+        assert {each.aspect for each in found.arrangement} == {Aspect.TIES}
+        assert any(not (each.a and each.b) for each in found.arrangement), "told of as on one side only"
+    strict = compare_checkpoints(a, tmp_path / "weights", layout=True)
+    assert set(aspects(strict).values()) == {Aspect.TIES}
+    write_shards(tmp_path / "other", {stored: w + 1, "norm": torch.ones(2)}, shards=1)
+    assert aspects(compare_checkpoints(a, tmp_path / "other", values=True)) == {stored: Aspect.VALUES}
+    write_shards(tmp_path / "less", {"norm": torch.ones(2)}, shards=1)
+    gone = {"embed": Aspect.ONLY_IN_A, "head": Aspect.ONLY_IN_A}
+    assert aspects(compare_checkpoints(a, tmp_path / "less", values=True)) == gone
+
+
 def test_equal_checksums_save_the_reading(saved: Saver) -> None:
     state = {"w": torch.randn(100, 100), "v": torch.zeros(10), "note": "x" * 50}
     a, b = saved("a", state), saved("b", {**state, "v": torch.ones(10)})
