@@ -24,6 +24,7 @@ from hpdcp._format.metadata import Metadata
 from hpdcp._state import objects
 from hpdcp._state.geometry import Box
 from hpdcp._state.paths import Path, build_tree, build_value, decode_path
+from hpdcp._state.wrappers import refuse_wrappers
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
@@ -43,7 +44,9 @@ def full_state(
 
     Raises:
         CoverageError, UnsupportedTypeError, CorruptCheckpointError, UnsafePickleError: naming the key.
+        LoadMismatchError: some tensors were made of others; only targets of their class take these.
     """
+    refuse_wrappers(metadata.entries)
     streamer = TensorStreamer(reader, metadata, as_a_load=not check_all)
     entries = metadata.entries
     rows = range(len(entries))

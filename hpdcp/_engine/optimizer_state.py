@@ -30,6 +30,7 @@ from hpdcp._plan.storage import StorageReader
 from hpdcp._state.dtypes import dtype_of
 from hpdcp._state.paths import Path, build_tree, decode_path, fqn_of
 from hpdcp._state.sharding import LocalShards, local_shards
+from hpdcp._state.wrappers import leads_into_wrapper
 
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
@@ -78,7 +79,7 @@ def allocate_optimizer_state(
     Raises:
         InvalidArgumentError: neither `checkpoint_id` nor `storage_reader`; or states by name and no names to match.
         MissingKeysError: no optimizer is stored under `prefix`; names what is.
-        LoadMismatchError: the stored optimizer has other parameters.
+        LoadMismatchError: the stored optimizer has other parameters, or states of a tensor class (8-bit ones).
         CheckpointError, StorageError, RankFailedError: on every rank.
     """
     with contextlib.ExitStack() as opened:
@@ -205,6 +206,7 @@ class _Allocation:
             if found is not None:
                 key, rest = found
                 _check_size(stored, self._parameter(key))
+                self._check_class(stored.entry.fqn, rest, self._parameter(key))
                 wanted.setdefault(key, []).append((rest, stored.entry))
         if self._stored and not wanted:
             raise LoadMismatchError(
@@ -212,6 +214,15 @@ class _Allocation:
                 f"{self._stored[0].entry.fqn!r}) belongs to this optimizer. Check prefix=, model= and the optimizer."
             )
         return sum(self._create(self._parameter(key), states) for key, states in wanted.items())
+
+    def _check_class(self, fqn: str, path: Path, parameter: torch.Tensor) -> None:
+        """Raise where a missing state is a tensor of a class, of which the record has only the name."""
+        wrapper = leads_into_wrapper(path)
+        if wrapper is not None and path[0] not in self._optimizer.state.get(parameter, {}):
+            raise LoadMismatchError(
+                f"{fqn!r} is inside a {wrapper}, which cannot be made of what is on record. Have the optimizer make "
+                "its states before you load: set all gradients to zero and call its step() with a learning rate of 0."
+            )
 
     def _key(self, path: Path) -> tuple[_ParameterKey, Path] | None:
         key = path[0]

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 FORMAT_NAME: Final = "hpdcp"
-FORMAT_VERSION: Final = (1, 2)
+FORMAT_VERSION: Final = (1, 3)
 """(major, minor) of what this version writes; a newer major is refused, a newer minor is read."""
 NO_CHECKSUMS: Final = "none"
 """The setting `checksums` where nobody recorded any: then no extent has one, instead of one for each block."""

@@ -29,6 +29,8 @@ from hpdcp._format.columns import (
 )
 from hpdcp._format.strings import StringColumn
 from hpdcp._plan.save_plan import SavePlan
+from hpdcp._state.paths import decode_path
+from hpdcp._state.wrappers import leads_into_wrapper, rows_in_wrappers
 
 _Rows: TypeAlias = npt.NDArray[np.integer]
 _MOST_NAMED: Final = 20
@@ -178,6 +180,7 @@ def _check_agreement(tables: _Tables, names: _Names) -> None:
     # A rank without any of a tensor's elements may not know its dtype (a wrapper of no shards says float32).
     wrong = (tensor != tensor[theirs]) | _other_shape(every, theirs)
     wrong |= (every.dtype_codes != every.dtype_codes[theirs]) & tables.holds
+    wrong |= _other_class(every, theirs)
     complaints = []
     for row in np.flatnonzero(wrong).tolist():
         other = int(theirs[row])
@@ -209,10 +212,22 @@ def _other_shape(table: EntryTable, theirs: I64) -> npt.NDArray[np.bool_]:
     return differs
 
 
+def _other_class(table: EntryTable, theirs: I64) -> npt.NDArray[np.bool_]:
+    """For each row, whether it is inside of another class of tensors than the row in `theirs`, or only one of them."""
+    inside = np.zeros(len(table), dtype=np.bool_)
+    inside[rows_in_wrappers(table.paths)] = True
+    differs = np.zeros(len(table), dtype=np.bool_)
+    for row in np.flatnonzero(inside | inside[theirs]).tolist():
+        differs[row] = table.paths[row] != table.paths[int(theirs[row])]
+    return differs
+
+
 def _describe(table: EntryTable, row: int) -> str:
     if table.kinds[row] == EntryKind.OBJECT:
         return "a Python value"
-    return f"a {table.dtype(row)} tensor of global shape {list(table.shape(row))}"
+    wrapper = leads_into_wrapper(decode_path(table.paths[row]))
+    inside = "" if wrapper is None else f" inside a {wrapper}"
+    return f"a {table.dtype(row)} tensor of global shape {list(table.shape(row))}{inside}"
 
 
 def _contested_aliases(tables: _Tables, names: _Names) -> I64:

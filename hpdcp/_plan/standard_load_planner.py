@@ -35,6 +35,7 @@ from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards
 from hpdcp._state.ties import tie_key
 from hpdcp._state.tree import Container, Leaf, StateTree
 from hpdcp._state.views import view_of_box
+from hpdcp._state.wrappers import check_wrappers, leads_into_wrapper
 
 
 class StandardLoadPlanner(LoadPlanner):
@@ -75,6 +76,7 @@ class StandardLoadPlanner(LoadPlanner):
         self.not_loaded = ()
 
     def build_local_plan(self) -> LoadPlan:
+        check_wrappers(self._tree, self._metadata, rank=self._context.rank)
         filled: dict[Hashable, tuple[str, int]] = {}
         for leaf in self._tree.every_rank:
             self._plan_gather(leaf)
@@ -330,6 +332,11 @@ class StandardLoadPlanner(LoadPlanner):
             assert entry.owner is not None
             tail = path_below(decode_path(entry.path), leaf.fqn)
             assert tail is not None
+            wrapper = leads_into_wrapper(tail)
+            if wrapper is not None:
+                text = f"{entry.fqn!r} (inside a {wrapper}, wanted by PerRank.all, which makes plain tensors)"
+                self._problems.add(Mismatch.CLASS, entry.fqn, text)
+                continue
             take = parts[entry.owner].at(entries.position_key(row), tail)
             if entries.kinds[self._metadata.resolve(row)] == EntryKind.OBJECT:
                 self._values.want(row, leaf.fqn, (), take)

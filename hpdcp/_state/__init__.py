@@ -16,6 +16,7 @@ where the leaves were. Asks no other rank and touches no storage.
     `views`       a box of a tensor in its own memory
     `dtypes`      torch's dtypes by name
     `scales`      which tensors hold codes, that other tensors scale
+    `wrappers`    tensors made of other tensors, which fit only targets of their class
     `mismatches`  what does not fit between a state dict and a checkpoint
 
 All of these are the face.

@@ -81,6 +81,8 @@ class Walk:
         self.holders: dict[Keys, tuple[Holder, Hashable]] = {}
         self.containers: dict[str, Container] = {}
         """By fqn, without the root."""
+        self.wrappers: dict[str, str] = {}
+        """The kind of every tensor that is made of others, by fqn."""
         self.open_roots: list[OpenRoot] = []
         """Innermost first."""
         self._rank = rank
@@ -95,7 +97,7 @@ class Walk:
         if kind_of(leaf.value) not in CONTAINERS:
             return []
         opened = Holder(leaf.value, holder, key)
-        kind = step_kind(leaf.value)
+        kind = step_kind(leaf.value, leaf.fqn)
         return [
             self._leaf(f"{leaf.fqn}.{item_key!s}", leaf.path.step(item_key, kind), item, leaf.owner, (opened, item_key))
             for item_key, item in items_of(leaf.value)
@@ -178,7 +180,7 @@ class Walk:
         elif self._rank is None:
             self.leaves.append(self._leaf(fqn, path, value, owner, holder))
         elif kind is Kind.WRAPPER:
-            self._visit_items(Holder(value, *holder), path, fqn, owner)
+            self.wrappers[fqn] = self._visit_items(Holder(value, *holder), path, fqn, owner)
         else:
             inner = Holder(value, *holder)
             if value.every_rank:
@@ -201,9 +203,10 @@ class Walk:
         if container is not None and not container.is_module:
             self.open_roots.append(OpenRoot(container, is_groups))
 
-    def _visit_items(self, holder: Holder, path: Path, fqn: str, owner: int | None) -> None:
+    def _visit_items(self, holder: Holder, path: Path, fqn: str, owner: int | None) -> str:
+        """Visit what a container has; what steps into it are called."""
         container = holder.container
-        kind = step_kind(container)
+        kind = step_kind(container, fqn)
         prefix = f"{fqn}." if path else ""
         if path:
             self.containers[fqn] = Container(fqn, path, owner, holder, hasattr(container, "_metadata"))
@@ -211,6 +214,7 @@ class Walk:
             self._visit(item, path.step(key, kind), prefix + text_of(key), owner, (holder, key))
         if path and path[-1] == _GROUPS:
             self._open(fqn, is_groups=True)
+        return kind
 
     def _leaf(self, fqn: str, path: Path, value: Any, owner: int | None, holder: tuple[Holder, Hashable]) -> Leaf:
         other = self._paths.setdefault(fqn, path)

@@ -43,6 +43,11 @@ class Mismatch(Enum):
         "hold quantised codes, which have scales beside them, and cannot be cast",
         f"{CODES_ADVICE} Load both into targets of their stored dtypes, or load weights that are not quantised.",
     )
+    CLASS = (
+        LoadMismatchError,
+        "are tensors of a class that is not the target's",
+        "What the tensors inside mean only that class knows: make these targets as they were when they were saved.",
+    )
     WORLD = (
         WorldSizeError,
         "belong to another number of ranks",

@@ -10,6 +10,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
+import torch
+
 from hpdcp._base.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -21,6 +23,7 @@ from hpdcp._state._array_data import NotTypedError
 from hpdcp._state._classes import MissingClassError, class_name, find_class, is_namedtuple
 from hpdcp._state._typed_json import MAX_DEPTH, Encoder, Json, TooDeepError, dumps
 from hpdcp._state._typed_reading import loads
+from hpdcp._state._wrapper_kinds import class_of, is_wrapper_kind, wrapper_kind
 
 Keys: TypeAlias = tuple[Hashable, ...]
 
@@ -28,14 +31,15 @@ _DICT: Final = "dict"
 _LIST: Final = "list"
 _TUPLE: Final = "tuple"
 _ORDERED: Final = "OrderedDict"
-"""Kinds of step. Any other is a named tuple's `module:class`."""
+"""Kinds of step. Any other is a named tuple's `module:class`, or that of a tensor made of tensors."""
 
 
 class Path(tuple[Hashable, ...]):
     """The keys from the root to a value; equal to the plain tuple of them.
 
-    `kinds` says for each key what it is a step into: "dict", "list", "tuple", "OrderedDict", or a named tuple's
-    `module:class`. A mapping of any other class counts as a dict, a sequence as the list or tuple it derives from.
+    `kinds` says for each key what it is a step into: "dict", "list", "tuple", "OrderedDict", a named tuple's
+    `module:class`, or what `wrapper_kind` says of a tensor. A mapping of any other class counts as a dict, a sequence
+    as the list or tuple it derives from.
     """
 
     kinds: tuple[str, ...]
@@ -128,8 +132,11 @@ def _read_step(step: Any) -> tuple[Hashable, str]:
     return key, kind
 
 
-def step_kind(container: object) -> str:
-    """What a step into `container` is called in a path; a tensor made of tensors counts as a dict of them."""
+def step_kind(container: object, fqn: str) -> str:
+    """What a step into `container`, which has the name `fqn`, is called in a path.
+
+    Raises UnsupportedTypeError for a tensor made of tensors that keeps some of them for itself.
+    """
     kind = type(container)
     if kind is dict:
         return _DICT
@@ -137,7 +144,9 @@ def step_kind(container: object) -> str:
         return _LIST
     if isinstance(container, tuple):
         return class_name(kind) if is_namedtuple(kind) else _TUPLE
-    return _ORDERED if kind is OrderedDict else _DICT
+    if kind is OrderedDict:
+        return _ORDERED
+    return wrapper_kind(container, fqn) if isinstance(container, torch.Tensor) else _DICT
 
 
 def path_below(path: Path, fqn: str) -> Path | None:
@@ -173,6 +182,11 @@ class _Branch:
         }
         if self.kind == _DICT:
             return values
+        if is_wrapper_kind(self.kind):
+            raise LoadMismatchError(
+                f"{fqn_of(where)!r} was saved as a {class_of(self.kind)}, which cannot be made of what is on record. "
+                "Load it into a tensor of that class."
+            )
         if self.kind == _ORDERED:
             return OrderedDict(values)
         try:
@@ -201,10 +215,10 @@ class _Branch:
 def build_tree(pairs: Iterable[tuple[Sequence[Hashable], Any]]) -> dict[Any, Any]:
     """The nested state dict that has each value at its path; dicts in the order in which paths first name their keys.
 
-    Kinds come from `Path`s; a plain tuple is a path through dicts only. Tensors that were split come back as dicts.
-    An empty mapping gives way to one with items: some ranks may have had nothing there. Raises StateDictError when
-    paths contradict each other or a list lacks an item, and LoadMismatchError when the class of a named tuple is not
-    imported here, or is another one.
+    Kinds come from `Path`s; a plain tuple is a path through dicts only. An empty mapping gives way to one with items:
+    some ranks may have had nothing there. Raises StateDictError when paths contradict each other or a list lacks an
+    item, and LoadMismatchError when the class of a named tuple is not imported here, or is another one, and for tensors
+    that were made of tensors.
     """
     root: _Branch | None = None
     for path, value in pairs:

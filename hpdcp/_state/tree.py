@@ -67,6 +67,11 @@ class StateTree:
         return self._walk.containers
 
     @property
+    def wrappers(self) -> Mapping[str, str]:
+        """Of every tensor that is made of others, by fqn, what is on record of its class (`_wrapper_kinds`)."""
+        return self._walk.wrappers
+
+    @property
     def open_roots(self) -> Sequence[OpenRoot]:
         """The containers that ask for all Python values stored below them, innermost first."""
         return self._walk.open_roots

@@ -45,6 +45,7 @@ def state(rank: int) -> dict[str, Any]:
         "empty": torch.empty(0, 3, dtype=torch.int32),
         "odd": {"": torch.tensor(1), "a/../b": torch.tensor(2), "__metadata__": torch.tensor(3), 7: torch.tensor(4)},
         "values": values.values(),
+        "scaled": values.scaled(),
         "rng": hpdcp.PerRank(values.of_rank(rank)),
     }
 

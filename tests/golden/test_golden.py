@@ -15,7 +15,7 @@ from hpdcp._format.metadata import Metadata, PerRankStorageMetadata, TensorStora
 from tests.golden import values
 
 HERE = Path(__file__).parent
-VERSIONS = {"version_1": "1.0", "version_1_1": "1.1", "version_1_2": "1.2"}
+VERSIONS = {"version_1": "1.0", "version_1_1": "1.1", "version_1_2": "1.2", "version_1_3": "1.3"}
 """Folders, and the format that each holds: `together` is all of `make_golden.state`, saved by two ranks as one, and
 `apart` the model and the ranks' own state, saved by two ranks without collectives."""
 
@@ -78,6 +78,17 @@ def test_a_tensor_without_elements_is_on_record(together: Path) -> None:
     hpdcp.load({"empty": torch.empty(0, 3, dtype=torch.int32)}, checkpoint_id=together)
     record = Metadata.from_bytes((together / METADATA).read_bytes(), where="golden").state_dict_metadata["empty"]
     assert record == TensorStorageMetadata("int32", (0, 3), ())
+
+
+def test_a_tensor_made_of_tensors_loads_into_its_own_class_alone() -> None:
+    folder, stored = HERE / "version_1_3" / "together", values.scaled()
+    target = values.Scaled(torch.zeros_like(stored.codes), torch.zeros_like(stored.scale), stored.bits)
+    hpdcp.load({"scaled": target}, checkpoint_id=folder)
+    assert torch.equal(target.codes, stored.codes) and torch.equal(target.scale, stored.scale)
+    parts = {"codes": torch.zeros_like(stored.codes), "scale": torch.zeros_like(stored.scale)}
+    with pytest.raises(hpdcp.errors.LoadMismatchError, match=r"'scaled' .*Scaled"):
+        hpdcp.load({"scaled": parts}, checkpoint_id=folder)
+    assert not parts["codes"].any()
 
 
 def test_any_slice_loads(folder: Path) -> None:

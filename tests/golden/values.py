@@ -78,3 +78,28 @@ def values() -> dict[Any, Any]:
 def of_rank(rank: int) -> dict[str, Any]:
     """State that differs on every rank."""
     return {"seed": 1000 + rank, "state": torch.arange(4, dtype=torch.uint8) + 10 * rank, "names": [f"rank {rank}"]}
+
+
+class Scaled(torch.Tensor):
+    """A tensor made of others: codes, and a scale for each row."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    bits: int
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, bits: int) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+        made.codes, made.scale, made.bits = codes, scale, bits
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return ["codes", "scale"], {"bits": self.bits, "made_by": (Scaled, torch.int8)}
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AssertionError("only the tensors inside are stored")
+
+
+def scaled() -> Scaled:
+    return Scaled(torch.arange(-6, 6, dtype=torch.int8).reshape(3, 4), torch.tensor([0.5, 0.25, 2.0]), 8)
