@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hpdcp._background.async_save import wait_for_saves as wait_for_saves
     from hpdcp._background.data_copier import DataCopier as DataCopier
     from hpdcp._background.response import AsyncSaveResponse as AsyncSaveResponse
+    from hpdcp._engine.from_pretrained import from_pretrained as from_pretrained
     from hpdcp._engine.optimizer_state import allocate_optimizer_state as allocate_optimizer_state
     from hpdcp._engine.verbs import load as load
     from hpdcp._engine.verbs import save as save
@@ -56,6 +57,7 @@ _HOMES: Final = {
     "StandardSavePlanner": "_plan.standard_save_planner",
     "TensorPart": "_files.huggingface_names",
     "allocate_optimizer_state": "_engine.optimizer_state",
+    "from_pretrained": "_engine.from_pretrained",
     "load": "_engine.verbs",
     "save": "_engine.verbs",
 }
@@ -85,6 +87,7 @@ __all__ = [
     "TensorPart",
     "allocate_optimizer_state",
     "config",
+    "from_pretrained",
     "load",
     "offline_transform",
     "save",
