@@ -9,6 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hpdcp._base.arguments import require_flags
 from hpdcp._base.errors import UnsupportedTypeError
@@ -31,7 +32,7 @@ from hpdcp._state.mismatches import Mismatch, Problems, listed
 from hpdcp._state.overlaps import has_shared_elements, shared_elements
 from hpdcp._state.paths import Keys, Path, decode_path, path_below
 from hpdcp._state.scales import scale_beside, separated_codes
-from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards
+from hpdcp._state.sharding import LocalChunk, LocalShards, is_copied_view, local_shards
 from hpdcp._state.ties import tie_key
 from hpdcp._state.tree import Container, Leaf, StateTree
 from hpdcp._state.views import view_of_box
@@ -110,6 +111,12 @@ class StandardLoadPlanner(LoadPlanner):
 
     def _plan_tensor(self, leaf: Leaf, target: torch.Tensor, filled: dict[Hashable, tuple[str, int]]) -> None:
         try:
+            if type(target) is DTensor and is_copied_view(target):
+                raise UnsupportedTypeError(
+                    f"{leaf.fqn!r} is a slice or view of a DTensor that torch made a copy for, since it goes along a "
+                    "sharded dimension: the whole tensor would not change. Load into the whole one, or into a clone() "
+                    "of the slice where the copy is what you want"
+                )
             shards = local_shards(target, key=leaf.fqn)
             for tensor in shards.tensors:
                 self._check_fillable(tensor, leaf.fqn)

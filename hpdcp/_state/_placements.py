@@ -30,6 +30,19 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return arrived(tensor._local_tensor)
 
 
+def is_copied_view(tensor: DTensor) -> bool:
+    """Whether the tensor is a view by its name only: a slice along a sharded dimension, say `weight[:10]`, is gathered
+    into new memory, and what is written there never reaches `weight`.
+
+    Autograd knows which tensor a view was taken of; `detach()` and `inference_mode` forget it, and then this is False.
+    """
+    base = tensor._base
+    if not isinstance(base, DTensor):
+        return False
+    here, there = local_tensor(tensor), local_tensor(base)
+    return here.untyped_storage().data_ptr() != there.untyped_storage().data_ptr()
+
+
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself; of one that a collective still fills (`AsyncCollectiveTensor`) the result, waited for."""
     wait = None if type(tensor) is torch.Tensor else getattr(tensor, "trigger_wait", None)

@@ -14,10 +14,10 @@ from hpdcp._state._chunked import Chunked, filled_shards, is_chunked
 from hpdcp._state._dense import dense
 from hpdcp._state._dtensor_layout import dtensor_layout
 from hpdcp._state._local_shards import FlatSpan, LocalChunk, LocalShards
-from hpdcp._state._placements import KNOWN_PLACEMENTS, arrived, local_tensor, normalised
+from hpdcp._state._placements import KNOWN_PLACEMENTS, arrived, is_copied_view, local_tensor, normalised
 from hpdcp._state.geometry import Box, intersect
 
-__all__ = ["FlatSpan", "LocalChunk", "LocalShards", "local_shards"]
+__all__ = ["FlatSpan", "LocalChunk", "LocalShards", "is_copied_view", "local_shards"]
 
 
 def local_shards(tensor: torch.Tensor, *, key: str) -> LocalShards:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 import hpdcp
 from hpdcp import PerRank, StandardLoadPlanner
@@ -317,3 +318,30 @@ def test_a_dtensor_target_may_require_grad_and_lie_strided_in_memory(ranks: Job,
     assert torch.equal(local_of(target), placed.to_local())
     base.t()[1 : 1 + rows, 2 : 2 + columns] = ranks.sentinel()
     assert bool((base == ranks.sentinel()).all()), "something beside the target was written"
+
+
+def test_a_slice_that_torch_copied_is_refused_and_one_of_the_tensor_s_own_memory_is_filled(
+    ranks: Job, folder: Path
+) -> None:
+    rows, columns = torch.arange(40.0).reshape(8, 5), torch.arange(40.0).reshape(5, 8)
+    hpdcp.save({"rows": rows[:6].clone(), "columns": columns[:3].clone()}, checkpoint_id=folder)
+    mesh = ranks.mesh(4)
+
+    def blank(full: torch.Tensor, placement: Placement) -> DTensor:
+        return distribute_tensor(torch.full_like(full, -1.0, device=ranks.device), mesh, [placement])
+
+    for grad in (False, True):
+        big, other = blank(rows, Shard(0)).requires_grad_(grad), blank(columns, Shard(1)).requires_grad_(grad)
+        for stray in (big[:6], big.narrow(0, 0, 6), torch.split(big, [6, 2])[0]):
+            with pytest.raises(UnsupportedTypeError, match=r"'rows' is a slice or view of a DTensor .* clone\(\)"):
+                hpdcp.load({"columns": other[:3], "rows": stray}, checkpoint_id=folder)
+            assert bool((local_of(other) == -1).all())
+        hpdcp.load({"columns": other[:3]}, checkpoint_id=folder)
+        mine = slice(2 * ranks.rank, 2 * ranks.rank + 2)
+        assert torch.equal(local_of(other)[:3].cpu(), columns[:3, mine]) and bool((local_of(other)[3:] == -1).all())
+    replicated = blank(rows, Replicate())
+    hpdcp.load({"rows": replicated[:6]}, checkpoint_id=folder)
+    assert torch.equal(local_of(replicated)[:6].cpu(), rows[:6])
+    copied = blank(rows, Shard(0))[:6].clone()
+    hpdcp.load({"rows": copied}, checkpoint_id=folder)
+    assert torch.equal(local_of(copied).cpu(), rows[:6])
