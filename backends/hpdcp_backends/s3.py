@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from hpdcp._base.backend import (
     KeyInfo,
     can_be_key,
     check_empty,
+    check_unchanged,
     checked_buffers,
     checked_key,
     fetches,
@@ -22,9 +24,10 @@ from hpdcp._base.backend import (
 )
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError, StorageError
 from hpdcp._base.threads import Threads
+from hpdcp._base.timing import log_once
 from hpdcp_backends._s3.client import S3Client
 from hpdcp_backends._s3.deletion import Deletion
-from hpdcp_backends._s3.errors import Location, RequestFailedError
+from hpdcp_backends._s3.errors import CONDITION_FAILED, MISSING, Location, RequestFailedError
 from hpdcp_backends._s3.options import S3Options
 from hpdcp_backends._s3.ranges import RangeFetcher, ReplacedError, TruncatedError
 from hpdcp_backends._s3.retry import Retries
@@ -66,6 +69,9 @@ class S3Backend(Backend):
         coalesce_gap, max_read_bytes, max_concurrent_reads: As in `Backend`.
         retries: Times a request is sent again after a temporary failure (connections, timeouts, 429 and 5xx answers,
             bodies cut short).
+        conditional_publish: Whether the server honours If-Match and If-None-Match of a PUT, so that of two jobs that
+            commit to one folder at the same moment one is refused. None: AWS does; of other servers it is not taken
+            for granted, and they are sent the headers all the same. False: they are not sent.
         retry_seconds: Since its first try, after which it is not sent again. A server that has never answered is
             given four seconds.
     """
@@ -74,7 +80,8 @@ class S3Backend(Backend):
     remote: ClassVar[bool] = True
     shares_page_cache: ClassVar[bool] = False
 
-    # Servers exist that ignore If-None-Match, so that names carry the attempt instead.
+    # Servers exist that ignore If-None-Match, so that names carry the attempt instead. Where one is ignored, nothing
+    # is worse than without it: `publish_if` sends it, and claims it only of servers that are known.
     conditional_create = False
 
     def __init__(
@@ -90,6 +97,7 @@ class S3Backend(Backend):
         coalesce_gap: int = 1 << 20,
         max_read_bytes: int = 16 << 20,
         max_concurrent_reads: int = Backend.max_concurrent_reads,
+        conditional_publish: bool | None = None,
         retries: int = 10,
         retry_seconds: float = 120,
     ) -> None:
@@ -107,12 +115,15 @@ class S3Backend(Backend):
         at_least("max_concurrent_reads", max_concurrent_reads, 1)
         at_least("retries", retries, 0)
         at_least("retry_seconds", retry_seconds, 0)
+        if conditional_publish is not None and not isinstance(conditional_publish, bool):
+            raise InvalidArgumentError(f"conditional_publish is {conditional_publish!r}; expected true or false.")
         bucket, prefix = found[1], found[2].rstrip("/")
         self.url = f"{url.partition('://')[0].lower()}://{bucket}" + (f"/{prefix}" if prefix else "")
         self.coalesce_gap = coalesce_gap
         self.max_read_bytes = max_read_bytes
         self.max_concurrent_reads = max_concurrent_reads
         self.write_window = max(put_below, part_bytes * (write_in_flight + 2))
+        self._conditions = conditional_publish
         self._prefix = f"{prefix}/" if prefix else ""
         self._part_bytes = part_bytes
         self._put_below = put_below
@@ -159,7 +170,7 @@ class S3Backend(Backend):
     def read(self, key: str) -> bytes:
         name = self._name(key)
         with self._translating("read", key):
-            return self._retries.call(lambda: self._client.get_whole(name))
+            return self._retries.call(lambda: self._client.get_whole(name))[0]
 
     def read_ranges(self, key: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
         name = self._name(key)
@@ -213,6 +224,41 @@ class S3Backend(Backend):
         with self._translating("publish", key):
             upload = Upload(self._client, self._retries, self._threads(), name, in_flight=1)
             upload.put([memoryview(data)])
+
+    @property
+    def conditional_publish(self) -> bool:
+        if self._conditions is None:
+            with self._translating("use"):
+                return self._client.is_aws
+        return self._conditions
+
+    def publish_if(self, key: str, data: bytes, *, expected: bytes | None) -> None:
+        name = self._name(key)
+        with self._translating("publish", key):
+            found, conditions = self._read_tagged(name)
+            check_unchanged(self, key, found, expected)
+            upload = Upload(self._client, self._retries, self._threads(), name, in_flight=1)
+            try:
+                upload.put([memoryview(data)], **({} if self._conditions is False else conditions))
+                return
+            except RequestFailedError as failure:
+                if failure.code not in CONDITION_FAILED | {"NotImplemented"} or failure.may_be_done:
+                    raise
+                check_unchanged(self, key, self._read_tagged(name)[0], expected)
+                # Nobody changed it: this server does not understand the condition.
+                log_once(logging.INFO, f"{self._client.endpoint} does not know If-Match ({failure}); it is left out.")
+                self._conditions = False
+        self.publish(key, data)
+
+    def _read_tagged(self, name: str) -> tuple[bytes | None, dict[str, str]]:
+        """The object's bytes, and what a request says to be refused if it is another one by then."""
+        try:
+            data, tag = self._retries.call(lambda: self._client.get_whole(name))
+        except RequestFailedError as failure:
+            if failure.code not in MISSING:
+                raise
+            return None, {"IfNoneMatch": "*"}
+        return data, {"IfMatch": tag}
 
     def delete(self, keys: Iterable[str]) -> None:
         names = {self._name(key): key for key in keys}

@@ -17,6 +17,7 @@ from hpdcp._base._byte_ranges import ByteRange, Fetch, as_bytes, checked_buffers
 from hpdcp._base._keys import TEMPORARY_PREFIX, can_be_key, checked_key
 from hpdcp._base._secrets import remember as remember_secrets
 from hpdcp._base._storage_errors import storage_error, truncated, without_password
+from hpdcp._base.errors import KeyChangedError, KeyNotFoundError
 from hpdcp._base.threads import spare_cores
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "as_bytes",
     "can_be_key",
     "check_empty",
+    "check_unchanged",
     "checked_buffers",
     "checked_key",
     "fetches",
+    "read_or_none",
     "spare_cores",
     "storage_error",
     "truncated",
@@ -75,6 +78,12 @@ class Backend(ABC):
 
     conditional_create: bool = False
     """Whether `write(..., exclusive=True)` works: of any number of writers, exactly one gets the key."""
+
+    @property
+    def conditional_publish(self) -> bool:
+        """Whether `publish_if` compares and stores in one step: of any number of callers that expect the same, exactly
+        one succeeds. What cannot be known before it was tried may turn False later."""
+        return False
 
     coalesce_gap: int = 1 << 20
     """Bytes between two ranges up to which reading the gap as well is faster than a second request."""
@@ -167,6 +176,15 @@ class Backend(ABC):
         Whoever reads the key, at any moment and whatever crashes, finds the old bytes or the new ones.
         """
 
+    def publish_if(self, key: str, data: bytes, *, expected: bytes | None) -> None:
+        """As `publish`, while the key holds the bytes `expected`; None: while it is not there.
+
+        KeyChangedError, with nothing changed, where it is otherwise. Unless `conditional_publish`, what others publish
+        between the comparison and the end of the call is lost.
+        """
+        check_unchanged(self, key, read_or_none(self, key), expected)
+        self.publish(key, data)
+
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
         """Remove the keys, durably; one that is not there is fine. After a failure the others are removed all the same.
@@ -198,6 +216,20 @@ class Backend(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
+
+
+def read_or_none(backend: Backend, key: str) -> bytes | None:
+    """The key's bytes; None when it is not there."""
+    try:
+        return backend.read(key)
+    except KeyNotFoundError:
+        return None
+
+
+def check_unchanged(backend: Backend, key: str, found: bytes | None, expected: bytes | None) -> None:
+    """Raise a KeyChangedError unless the key was found to hold what is expected; None stands for no such key."""
+    if found != expected:
+        raise KeyChangedError(f"{key!r} in {backend.url} is not what it was: somebody else stored or removed it.")
 
 
 def check_empty(backend: Backend, key: str, ranges: Sequence[ByteRange]) -> None:

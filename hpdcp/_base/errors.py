@@ -150,6 +150,10 @@ class KeyExistsError(StorageError, FileExistsError):
     """The key is taken, and was to be created; what is there was not touched."""
 
 
+class KeyChangedError(StorageError):
+    """The key does not hold what it was expected to hold, and was to be replaced only then; it was not touched."""
+
+
 class KeyTruncatedError(CorruptCheckpointError, StorageError):
     """The key holds fewer bytes than the range that was asked of it."""
 

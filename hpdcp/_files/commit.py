@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from hpdcp._base.backend import Backend
-from hpdcp._base.errors import CheckpointError, SupersededError
+from hpdcp._base.errors import CheckpointError, KeyChangedError, SupersededError
 from hpdcp._base.timing import log_message
 from hpdcp._files.lease import SILENT_SECONDS, Lease, leased_attempt, read_lease
 from hpdcp._files.leftovers import (
@@ -25,7 +25,7 @@ from hpdcp._files.leftovers import (
     refuse_taken,
     removable,
 )
-from hpdcp._files.publish import publish_or_doubt, read_or_none
+from hpdcp._files.publish import doubted, read_or_none
 from hpdcp._format.file_names import LEASE, METADATA, carries_attempt
 from hpdcp._format.metadata import Metadata
 
@@ -91,9 +91,12 @@ class Attempt:
                 was published.
         """
         self._check_lease()
-        if read_or_none(self.backend, METADATA) != self.before:
-            raise self.superseded("another attempt committed there")
-        publish_or_doubt(self.backend, METADATA, metadata.to_bytes())
+        published = metadata.to_bytes()
+        try:
+            with doubted(self.backend, METADATA, published):
+                self.backend.publish_if(METADATA, published, expected=self.before)
+        except KeyChangedError as error:
+            raise self.superseded("another attempt committed there") from error
         try:
             self._clean_up(metadata, keep_replaced_for)
         except Exception as error:  # noqa: BLE001  # an error from here would have the published files removed

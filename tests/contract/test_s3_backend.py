@@ -37,4 +37,5 @@ def open_backend(server: S3Server, url: str, engine: str) -> S3Backend:
         put_below=8 * MIB,
         write_in_flight=3,
         max_read_bytes=4 * MIB,
+        conditional_publish=True,
     )

@@ -11,15 +11,17 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpdcp._base.backend import ByteRange
-from hpdcp._base.errors import InvalidArgumentError, KeyNotFoundError, KeyTruncatedError, StorageError
+from hpdcp._base.errors import InvalidArgumentError, KeyChangedError, KeyNotFoundError, KeyTruncatedError, StorageError
 from hpdcp._format.metadata import Metadata
+from hpdcp_backends._s3.errors import answered
 from hpdcp_backends.s3 import S3Backend
 from tests.support.proxy import Do, LoseAnswer, Proxy, Rule, Slow, Stall
 from tests.support.s3 import S3Server
@@ -320,7 +322,8 @@ def test_a_child_forked_from_a_process_that_used_obstore_reads_with_botocore(
             import logging, os, signal, sys
             from hpdcp._base.backend import ByteRange
             from hpdcp._base.errors import NotSupportedError
-            from hpdcp_backends.s3 import S3Backend
+            from hpdcp_backends._s3.errors import answered
+from hpdcp_backends.s3 import S3Backend
 
             def read(engine):
                 target = bytearray(4)
@@ -408,3 +411,66 @@ def test_a_backend_that_nobody_closed_leaves_no_connection_though_garbage_is_not
         assert sockets() <= before
     finally:
         gc.enable()
+
+
+# Publishing under a condition
+
+
+def test_who_publishes_between_the_comparison_and_the_request_is_not_overwritten(
+    s3_server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_backend(s3_server, url) as older, open_backend(s3_server, url) as newer:
+        read_tagged = older._read_tagged
+        for before, after in ((None, b"one"), (b"one", b"two")):
+
+            def read_and_be_late(name: str, after: bytes = after) -> tuple[bytes | None, dict[str, str]]:
+                found = read_tagged(name)
+                newer.publish("pointer", after)
+                return found
+
+            with monkeypatch.context() as patched:
+                patched.setattr(older, "_read_tagged", read_and_be_late)
+                with pytest.raises(KeyChangedError, match="pointer"):
+                    older.publish_if("pointer", b"late", expected=before)
+            assert newer.read("pointer") == after
+
+
+def test_a_conditional_publication_costs_the_requests_of_reading_and_publishing(
+    s3_server: S3Server, s3_proxy: Proxy, url: str
+) -> None:
+    with open_backend(s3_server.through(s3_proxy), url) as backend:
+        backend.publish_if("pointer", b"one", expected=None)
+        backend.publish_if("pointer", b"two", expected=b"one")
+    assert [request.operation for request in s3_proxy.requests] == ["GetObject", "PutObject"] * 2
+
+
+def test_a_publication_whose_answer_is_lost_is_not_taken_for_another_writers(
+    s3_server: S3Server, s3_proxy: Proxy, url: str
+) -> None:
+    s3_proxy.add(Rule(LoseAnswer(), "PutObject"))
+    with open_backend(s3_server.through(s3_proxy), url) as backend:
+        backend.publish_if("pointer", b"one", expected=None)
+        assert backend.read("pointer") == b"one"
+    assert len(s3_proxy.find("PutObject")) == 2
+
+
+def test_a_condition_that_the_server_gets_wrong_is_left_out_from_then_on(
+    s3_server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_backend(s3_server, url) as backend:
+        backend.publish("pointer", b"one")
+        sent: list[Mapping[str, str]] = []
+        put = backend._client.put
+
+        def refuse(*given: Any, conditions: Mapping[str, str], **named: Any) -> None:
+            sent.append(conditions)
+            if conditions:
+                raise answered("NotImplemented" if len(sent) == 1 else "PreconditionFailed", 501, "no such header")
+            put(*given, conditions=conditions, **named)
+
+        monkeypatch.setattr(backend._client, "put", refuse)
+        for before, after in ((b"one", b"two"), (b"two", b"three")):
+            backend.publish_if("pointer", after, expected=before)
+        assert backend.read("pointer") == b"three"
+        assert [len(conditions) for conditions in sent] == [1, 0, 0]
+        assert not backend.conditional_publish

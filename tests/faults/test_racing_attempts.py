@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hpdcp._format.file_names import LEASE, METADATA
 from hpdcp._manage.remove import remove_checkpoint
 from hpdcp._plan.load_plan import LoadPlan
 from hpdcp._plan.save_plan import SavePlan
+from hpdcp_backends.local import LocalBackend
 
 
 def state(value: float) -> dict[str, object]:
@@ -76,6 +78,38 @@ def test_a_claim_alone_is_enough_to_stop_the_older_attempt(tmp_path: Path) -> No
     assert loaded(tmp_path) == 1
     hpdcp.save(state(4.0), checkpoint_id=tmp_path)
     assert loaded(tmp_path) == 4
+
+
+def test_of_two_saves_that_commit_at_the_same_moment_one_says_that_it_published_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer one begins and commits, all of it, after the older has looked for others and before it publishes."""
+    outcomes: dict[int, object] = {}
+
+    def save(value: int) -> None:
+        try:
+            outcomes[value] = hpdcp.save(state(float(value)), checkpoint_id=tmp_path)
+        except SupersededError as error:
+            outcomes[value] = error
+
+    hpdcp.save(state(1.0), checkpoint_id=tmp_path)
+    publish = LocalBackend.publish
+    newer = threading.Thread(target=save, args=(3,))
+
+    def publish_late(backend: LocalBackend, key: str, data: bytes) -> None:
+        if key == METADATA and newer.ident is None:
+            newer.start()
+            newer.join(timeout=1)
+        publish(backend, key, data)
+
+    monkeypatch.setattr(LocalBackend, "publish", publish_late)
+    save(2)
+    newer.join(timeout=60)
+    [winner] = [value for value, outcome in outcomes.items() if isinstance(outcome, hpdcp.Metadata)]
+    assert len(outcomes) == 2
+    assert loaded(tmp_path) == winner
+    hpdcp.save(state(4.0), checkpoint_id=tmp_path)
+    assert len(names(tmp_path)) == 4
 
 
 def test_a_commit_by_somebody_who_did_not_claim_stops_the_attempt(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from hpdcp._base.errors import CheckpointNotFoundError, HpdcpError, InvalidArgum
 from hpdcp._base.locations import local_path
 from hpdcp_backends._posix.blocks import read_tasks, run_tasks, write_buffers
 from hpdcp_backends._posix.files import make_folders, read_fully, sync_folder, write_fully
+from hpdcp_backends._posix.locks import LOCK, PublishingLock
 from hpdcp_backends._posix.open_files import OpenFile, identity, read_file
 from hpdcp_backends._tunables import at_least
 
@@ -79,6 +80,7 @@ class PosixBackend(Backend):
         self._write_threads = write_threads
         self._read_threads = read_threads
         self._block_bytes = block_bytes
+        self._lock = PublishingLock(os.path.join(self.url, LOCK))
 
     @abstractmethod
     def _opened(self, path: str) -> AbstractContextManager[OpenFile]:
@@ -193,6 +195,17 @@ class PosixBackend(Backend):
     def publish(self, key: str, data: bytes) -> None:
         self._replace(key, self._path(key), [memoryview(data)], len(data))
 
+    @property
+    def conditional_publish(self) -> bool:
+        return self._lock.works
+
+    def publish_if(self, key: str, data: bytes, *, expected: bytes | None) -> None:
+        checked_key(key)
+        with contextlib.ExitStack() as held:
+            with self._translating("lock the folder to publish", key):
+                held.enter_context(self._lock.held(partial(self._looking_up, self._lock.path)))
+            super().publish_if(key, data, expected=expected)
+
     def delete(self, keys: Iterable[str]) -> None:
         paths = {key: self._path(key) for key in keys}
         folders: dict[str, str] = {}
@@ -226,7 +239,9 @@ class PosixBackend(Backend):
         now = time.time()
         with self._translating("clear away what killed writers left in"), self._entries(self.url) as entries:
             for entry in entries:
-                if entry.name.startswith(TEMPORARY_PREFIX) and entry.is_file(follow_symlinks=False):
+                if entry.name == LOCK:
+                    self._lock.remove()
+                elif entry.name.startswith(TEMPORARY_PREFIX) and entry.is_file(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):
                         if now - entry.stat(follow_symlinks=False).st_mtime >= silent_for:
                             os.unlink(os.path.join(self.url, entry.name))

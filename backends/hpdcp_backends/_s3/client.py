@@ -141,10 +141,16 @@ class S3Client:
                 return found.url
         raise AssertionError("the request was sent")
 
+    @property
+    def is_aws(self) -> bool:
+        """Whether requests go to AWS itself."""
+        host: str = self.raw.meta.endpoint_url.split("/")[2]
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
     def region(self) -> str:
         """The region that requests are signed for; asked of the bucket itself where the server is AWS's."""
         name = self.raw.meta.region_name
-        if self.raw.meta.endpoint_url.split("/")[2].endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        if self.is_aws:
             with _translated():
                 answer = self._call("head_bucket")
             name = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", name)
@@ -161,17 +167,19 @@ class S3Client:
             answer: dict[str, Any] = self._call("get_object", Key=key, **conditions)
         return answer
 
-    def get_whole(self, key: str) -> bytes:
+    def get_whole(self, key: str) -> tuple[bytes, str]:
+        """All bytes, and the tag of this version of the object."""
         answer = self.get(key)
         with _translated(), closing(answer["Body"]) as body:
             data: bytes = body.read()
-        return data
+        return data, answer["ETag"]
 
-    def put(self, key: str, body: Body, *, mark: str) -> None:
+    def put(self, key: str, body: Body, *, mark: str, conditions: Mapping[str, str]) -> None:
+        """`conditions`: parameters such as IfMatch."""
         checksum = {"ChecksumCRC32C": body.crc32c()} if self._checksums else {}
         body.seek(0)
         with _translated():
-            self._call("put_object", Key=key, Body=body, Metadata=self._metadata(mark), **checksum)
+            self._call("put_object", Key=key, Body=body, Metadata=self._metadata(mark), **checksum, **conditions)
 
     def create_upload(self, key: str, *, mark: str) -> str:
         """The upload's id."""

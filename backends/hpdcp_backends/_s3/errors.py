@@ -14,12 +14,16 @@ _TEMPORARY_STATUS: Final = frozenset({429, 500, 502, 503, 504})
 _TEMPORARY_CODES: Final = frozenset({
     "SlowDown", "InternalError", "InternalFailure", "ServiceUnavailable", "Throttling", "ThrottlingException",
     "RequestLimitExceeded", "BandwidthLimitExceeded", "RequestTimeout", "RequestTimeoutException", "IncompleteBody",
-    "OperationAborted", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "ClientDisconnected",
+    "OperationAborted", "ConditionalRequestConflict",
+    "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "ClientDisconnected",
 })  # fmt: skip
 """Also where the status is a 400: the body did not arrive whole, or arrived damaged."""
 
 MISSING: Final = frozenset({"NoSuchKey", "404", "NotFound"})
 """Of a key. HEAD answers have no body, and so no code but the status."""
+
+CONDITION_FAILED: Final = frozenset({"PreconditionFailed", "412"}) | MISSING
+"""Of a request under a condition: the key holds something else, or nothing."""
 
 _BUCKET: Final = "Create the bucket, or correct its name or the endpoint."
 _KEYS: Final = "Check the access key and the secret (storage_options key and secret, AWS_ACCESS_KEY_ID, the profile)."

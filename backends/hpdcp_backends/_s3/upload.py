@@ -16,7 +16,7 @@ from hpdcp._base.backend import as_bytes
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp_backends._s3.body import Body
 from hpdcp_backends._s3.client import S3Client, UploadedPart
-from hpdcp_backends._s3.errors import MISSING, RequestFailedError
+from hpdcp_backends._s3.errors import CONDITION_FAILED, MISSING, RequestFailedError
 from hpdcp_backends._s3.retry import Retries
 
 _LOG: Final = logging.getLogger("hpdcp_backends.s3")
@@ -157,19 +157,22 @@ class Upload:
         self._running: dict[Future[UploadedPart], int | None] = {}
         self._stored: list[UploadedPart] = []
 
-    def put(self, views: list[memoryview]) -> None:
-        """Store the views as one object, by one request."""
+    def put(self, views: list[memoryview], **conditions: str) -> None:
+        """Store the views as one object, by one request, under conditions such as IfMatch."""
         doubts: list[RequestFailedError] = []
 
         def send() -> None:
             body = Body(views, self._stop)
             try:
                 self._retries.call(
-                    lambda: self._client.put(self._key, body, mark=self._mark), stop=self._stop, doubts=doubts
+                    lambda: self._client.put(self._key, body, mark=self._mark, conditions=conditions),
+                    stop=self._stop,
+                    doubts=doubts,
                 )
             except RequestFailedError as failure:
                 if not doubts or not self._is_stored(len(body)):
-                    failure.may_be_done = bool(doubts)
+                    # What the conditions have refused once they refuse whenever it arrives.
+                    failure.may_be_done = bool(doubts) and failure.code not in CONDITION_FAILED
                     raise
 
         running = self._pool.submit(send)

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from hpdcp._base.backend import Backend
-from hpdcp._base.errors import KeyExistsError, NotSupportedError, StorageError
+from hpdcp._base.backend import Backend, read_or_none
+from hpdcp._base.errors import KeyChangedError, KeyExistsError, NotSupportedError, StorageError
 from hpdcp.testing._backend.base import LARGE, BackendFixtures, create_together, put, run_together
 
 
@@ -80,6 +80,43 @@ class PublishingContract(BackendFixtures):
         backend.publish("pointer", b"second")
         assert other.read("pointer") == b"second"
         assert [(info.key, info.size) for info in other.list_keys()] == [("pointer", 6)]
+
+    def test_a_key_is_published_only_while_it_is_what_is_expected(self, backend: Backend, other: Backend) -> None:
+        backend.publish_if("pointer", b"one", expected=None)
+        backend.publish_if("pointer", b"second", expected=b"one")
+        for stale in (None, b"one", b"secon"):
+            with pytest.raises(KeyChangedError, match="pointer") as caught:
+                other.publish_if("pointer", b"lost", expected=stale)
+            assert backend.url in str(caught.value)
+        with pytest.raises(KeyChangedError, match="never-there"):
+            backend.publish_if("never-there", b"lost", expected=b"")
+        assert other.read("pointer") == b"second"
+        assert [(info.key, info.size) for info in other.list_keys()] == [("pointer", 6)]
+        backend.publish_if("pointer", b"second", expected=b"second")
+        backend.delete(["pointer"])
+        backend.publish_if("pointer", b"", expected=None)
+        backend.publish_if("pointer", b"last", expected=b"")
+        assert other.read("pointer") == b"last"
+
+    def test_of_those_that_expect_the_same_exactly_one_publishes(self, backend: Backend, other: Backend) -> None:
+        """Each counts one up, from what it has read; a publication that is lost is missing in the end."""
+        if not backend.conditional_publish:
+            pytest.skip("this backend cannot compare and publish in one step")
+        writers, rounds = [backend, other] * 3, 8
+
+        def count(writer: Backend) -> None:
+            for _ in range(rounds):
+                while True:
+                    found = read_or_none(writer, "counter")
+                    try:
+                        writer.publish_if("counter", b"%d" % (int(found or b"0") + 1), expected=found)
+                    except KeyChangedError:
+                        continue
+                    break
+
+        run_together([partial(count, writer) for writer in writers])
+        assert backend.read("counter") == b"%d" % (len(writers) * rounds)
+        assert [info.key for info in other.list_keys()] == ["counter"]
 
     def test_a_reader_sees_the_old_bytes_or_the_new_and_nothing_else(self, backend: Backend, other: Backend) -> None:
         def version(number: int) -> bytes:
