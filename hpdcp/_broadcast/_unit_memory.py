@@ -13,7 +13,7 @@ from hpdcp._broadcast._units import Unit
 from hpdcp._devices import buffers, device
 from hpdcp._format.metadata import MetadataIndex
 from hpdcp._plan.load_plan import LoadPlan, ReadItem
-from hpdcp._plan.read_targets import ReadTargets
+from hpdcp._plan.read_targets import ReadTargets, acquire_tensors, apply_tensors
 from hpdcp._plan.shared_boxes import SharedBox
 from hpdcp._plan.storage import StorageReader
 from hpdcp._state.dtypes import dtype_of
@@ -33,13 +33,12 @@ class TargetsInTurn:
     def acquire(self, items: Sequence[ReadItem]) -> list[torch.Tensor]:
         """The memory of each item."""
         with self._turn:
-            return list(map(self._targets.acquire_tensor, items))
+            return list(acquire_tensors(self._targets, items))
 
     def apply(self, items: Sequence[ReadItem], tensors: Sequence[torch.Tensor]) -> None:
         """Say that these are filled."""
         with self._turn:
-            for item, tensor in zip(items, tensors, strict=True):
-                self._targets.apply_tensor(item, tensor)
+            apply_tensors(self._targets, items, tensors)
 
 
 class UnitMemory:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
@@ -30,7 +30,7 @@ from hpdcp._format._records import (
 from hpdcp._format._seal import UNSEALED, has_seal, is_intact, sealed
 from hpdcp._format._soundness import MOST_RANKS, check_columns, check_entries
 from hpdcp._format._storage_table import StorageTable
-from hpdcp._format.columns import ChunkTable, EntryKind, EntryTable
+from hpdcp._format.columns import I64, ChunkTable, EntryKind, EntryTable
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.signatures import TORCH_READS, is_pickle, told_by
 
@@ -124,6 +124,13 @@ class Metadata:
         """The row of `entries` for (fqn, owner); None when nothing is stored there."""
         wanted = -1 if owner is None else owner
         return next((row for row in self.rows_of(fqn) if int(self.entries.owners[row]) == wanted), None)
+
+    def find_shared(self, fqns: Sequence[str]) -> I64:
+        """As `find` for state that all ranks share, of many names at once; -1 where nothing is stored."""
+        # Of rows with one name the first has the least owner, which is none.
+        rows = self.entries.fqns.find_all(fqns)
+        rows[(rows >= 0) & (self.entries.owners[rows] >= 0)] = -1
+        return rows
 
     def resolve(self, row: int) -> int:
         """The row that stores the bytes of `row`: its own, or its alias target's."""

@@ -6,80 +6,31 @@ Held as columns, like a save plan; items and targets become objects when somebod
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Final, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from hpdcp._format.columns import I64, ChunkTable, Columns, EntryKind, column, strings_from, strings_to
+from hpdcp._format.columns import (
+    ChunkTable,
+    Columns,
+    EntryKind,
+    column,
+    concat_chunks,
+    strings_from,
+    strings_to,
+)
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import MetadataIndex
 from hpdcp._format.strings import StringColumn
-from hpdcp._plan.shared_boxes import DIRECT, ON_DEVICE, SharedBox, SharedColumns, offsets_and_sizes
+from hpdcp._plan.read_items import ItemColumns, LoadTarget, ReadItem, TargetColumns
+from hpdcp._plan.shared_boxes import SharedBox, SharedColumns, offsets_and_sizes
+
+__all__ = ["ItemColumns", "LoadPlan", "LoadTarget", "PlannedItems", "ReadItem", "TargetColumns"]
 
 _REVISIONS: Final = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class ReadItem:
-    """One box to copy from a stored chunk into a local tensor; or one object to read."""
-
-    dest_index: MetadataIndex
-    """The destination chunk, as this rank holds it."""
-    storage_row: int
-    """Row of the stored chunk in `Metadata.chunks`; -1 for a box that another rank reads and sends."""
-    dest_offsets: tuple[int, ...]
-    """Where the box starts in the destination chunk."""
-    storage_offsets: tuple[int, ...]
-    """Where the box starts in the stored chunk."""
-    lengths: tuple[int, ...]
-    """The box's sizes."""
-    kind: EntryKind = EntryKind.TENSOR
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTarget:
-    """One destination chunk, as its rank holds it."""
-
-    index: MetadataIndex
-    dtype: str
-    """torch's name of the target's dtype."""
-    direct: bool
-    """Whether bytes of that dtype can be received straight into it: contiguous memory."""
-    on_device: bool = False
-    """Whether it is on the device that this rank computes on, so that a process group of the device reaches it."""
-
-
-def _flags(target: LoadTarget) -> int:
-    return DIRECT * target.direct | ON_DEVICE * target.on_device
-
-
-@dataclass(frozen=True, slots=True)
-class TargetColumns:
-    """Destination chunks, row by row."""
-
-    boxes: ChunkTable
-    """`entry` is a row of the plan's names."""
-    owners: I64
-    kinds: npt.NDArray[np.uint8]
-    dtypes: npt.NDArray[np.int32]
-    """Row of the plan's dtype names; -1 where the planner does not say, so that the chunk is never shared."""
-    direct: npt.NDArray[np.uint8]
-    """`DIRECT`, `ON_DEVICE`, both or none."""
-
-
-@dataclass(frozen=True, slots=True)
-class ItemColumns:
-    """Boxes to read, row by row."""
-
-    boxes: ChunkTable
-    """`entry` is a row of the targets; offsets are in the destination chunk."""
-    storage_offsets: I64
-    """In the stored chunk; laid out like `boxes.offsets`."""
-    storage_row: I64
 
 
 class LoadPlan:
@@ -127,7 +78,7 @@ class LoadPlan:
                 np.array([-1 if index.owner is None else index.owner for index in kinds], dtype=np.int64),
                 np.array(list(kinds.values()), dtype=np.uint8),
                 np.array([-1 if target is None else dtypes[target.dtype] for target in described], dtype=np.int32),
-                np.array([0 if target is None else _flags(target) for target in described], dtype=np.uint8),
+                np.array([0 if target is None else target.flags for target in described], dtype=np.uint8),
             ),
             ItemColumns(
                 ChunkTable.from_boxes(
@@ -140,6 +91,32 @@ class LoadPlan:
         plan.items = tuple(items)
         plan.indexes = list(kinds)
         return plan
+
+    @classmethod
+    def joined(cls, first: LoadPlan, second: LoadPlan) -> LoadPlan:
+        """What both read: the targets of `first`, then those of `second`, and their items likewise."""
+        if not len(second.target_columns.kinds):
+            return first
+        if not len(first.target_columns.kinds):
+            return second
+        a, b = first.target_columns, second.target_columns
+        dtypes = {name: row for row, name in enumerate(dict.fromkeys([*first.dtype_names, *second.dtype_names]))}
+        # A last row for "not said", which is -1.
+        a_rows, b_rows = (
+            np.array([*(dtypes[name] for name in plan.dtype_names), -1], dtype=np.int32) for plan in (first, second)
+        )
+        return cls(
+            _joined_strings(first.names, second.names),
+            StringColumn.from_strings(dtypes),
+            TargetColumns(
+                concat_chunks([a.boxes, b.boxes.with_entry(b.boxes.entry + len(first.names))]),
+                np.concatenate([a.owners, b.owners]),
+                np.concatenate([a.kinds, b.kinds]),
+                np.concatenate([a_rows[a.dtypes], b_rows[b.dtypes]]),
+                np.concatenate([a.direct, b.direct]),
+            ),
+            _joined_items(first.item_columns, second.item_columns, shift=len(a.kinds)),
+        )
 
     @cached_property
     def indexes(self) -> list[MetadataIndex]:
@@ -155,6 +132,11 @@ class LoadPlan:
     def items(self) -> tuple[ReadItem, ...]:
         """What to read, in order."""
         return tuple(self.items_at(np.arange(len(self))))
+
+    @property
+    def planned(self) -> PlannedItems:
+        """As `items`; an object is made only of what somebody looks at."""
+        return PlannedItems(self, np.arange(len(self)))
 
     def items_at(self, rows: npt.NDArray[np.integer]) -> list[ReadItem]:
         """The items of these rows."""
@@ -203,11 +185,11 @@ class LoadPlan:
         `shared` is the plan this one was made of, or the same.
         """
         filled = shared.shared_columns.boxes.entry
-        if self.revision == shared.revision:
-            rest = ~np.isin(self.item_columns.boxes.entry, filled)
-            return LoadPlan.build(self.items_at(np.flatnonzero(rest)))
-        indexes = {shared.indexes[row] for row in set(filled.tolist())}
-        return LoadPlan.build([item for item in self.items if item.dest_index not in indexes])
+        if self.revision != shared.revision:
+            indexes = {shared.indexes[row] for row in set(filled.tolist())}
+            filled = np.flatnonzero([index in indexes for index in self.indexes])
+        rest = np.flatnonzero(~np.isin(self.item_columns.boxes.entry, filled))
+        return LoadPlan(self.names, self.dtype_names, self.target_columns, self.item_columns.take(rest))
 
     def _changed(self, shared: SharedColumns, storage_data: Mapping[str, str], terms: bytes) -> LoadPlan:
         plan = LoadPlan(
@@ -288,6 +270,70 @@ class LoadPlan:
             storage_data,
             broadcast_terms=_terms_in(columns),
         )
+
+
+class PlannedItems(Sequence[ReadItem]):
+    """Items of a plan: objects for who looks at them, and columns for who works on all at once."""
+
+    def __init__(self, plan: LoadPlan, rows: npt.NDArray[np.integer]) -> None:
+        self.plan = plan
+        self.rows = rows
+        """Rows of the plan's items."""
+
+    @classmethod
+    def of(cls, items: Sequence[ReadItem]) -> PlannedItems:
+        """`items` with columns, which those of a plan have already."""
+        return items if isinstance(items, PlannedItems) else LoadPlan.build(items).planned
+
+    @cached_property
+    def columns(self) -> ItemColumns:
+        """These items as columns, row by row."""
+        return self.plan.item_columns.take(self.rows)
+
+    @cached_property
+    def fqns(self) -> list[str]:
+        """The name of each item's destination."""
+        names = list(self.plan.names)
+        return [names[row] for row in self.plan.target_columns.boxes.entry[self.columns.boxes.entry].tolist()]
+
+    @cached_property
+    def kinds(self) -> npt.NDArray[np.uint8]:
+        """Each item's `EntryKind`."""
+        return self.plan.target_columns.kinds[self.columns.boxes.entry]
+
+    def take(self, which: npt.NDArray[np.integer]) -> PlannedItems:
+        """Items of these, by their numbers here."""
+        return self if len(which) == len(self) else PlannedItems(self.plan, self.rows[which])
+
+    @overload
+    def __getitem__(self, index: int) -> ReadItem: ...
+    @overload
+    def __getitem__(self, index: slice) -> PlannedItems: ...
+    def __getitem__(self, index: int | slice) -> ReadItem | PlannedItems:
+        if isinstance(index, slice):
+            return PlannedItems(self.plan, self.rows[index])
+        return self.plan.items_at(self.rows[[index]])[0]
+
+    def __iter__(self) -> Iterator[ReadItem]:
+        return iter(self.plan.items_at(self.rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def _joined_strings(first: StringColumn, second: StringColumn) -> StringColumn:
+    return StringColumn(
+        np.concatenate([first.blob, second.blob]), np.concatenate([first.ends, second.ends + len(first.blob)])
+    )
+
+
+def _joined_items(first: ItemColumns, second: ItemColumns, *, shift: int) -> ItemColumns:
+    """The items of both, those of `second` into targets that come `shift` rows later."""
+    return ItemColumns(
+        concat_chunks([first.boxes, second.boxes.with_entry(second.boxes.entry + shift)]),
+        np.concatenate([first.storage_offsets, second.storage_offsets]),
+        np.concatenate([first.storage_row, second.storage_row]),
+    )
 
 
 def _terms_in(columns: Columns) -> bytes:

@@ -18,6 +18,7 @@ from hpdcp._devices.samples import span_checksums
 from hpdcp._format.columns import I64
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.load_plan import LoadPlan, ReadItem
+from hpdcp._plan.read_targets import BatchTargets
 from hpdcp._plan.samples import sample_spans
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 
@@ -131,7 +132,7 @@ class SavePlanner(ABC):
         """The encoding of an OBJECT item, `item.nbytes` long."""
 
 
-class LoadPlanner(ABC):
+class LoadPlanner(BatchTargets):
     """Decides what each rank reads and where it goes. One load calls, in this order:
 
     1. `configure_planner`  every rank, with the checkpoint's metadata
@@ -139,8 +140,9 @@ class LoadPlanner(ABC):
     3. `build_global_plan`  the coordinator, once, over all ranks' local plans (without collectives: on its own)
     4. `finalize_plan`      every rank, with its part
     5. `apply_bytes`        every rank, for each OBJECT item
-    6. `acquire_tensor`, then `apply_tensor`  every rank, for each TENSOR item, or for each box of a chunk that is
-                            broadcast (an item without a `storage_row`); from two threads, but never at the same time
+    6. `acquire_tensors`, then `apply_tensors`  every rank, for the TENSOR items, or for boxes of chunks that are
+                            broadcast (items without a `storage_row`); from two threads, but never at the same time.
+                            They ask `acquire_tensor` and `apply_tensor`, item by item, unless overridden
     7. `finish_load`        every rank, once all ranks have read everything
 
     An exception in any step on any rank makes every rank raise. Where the checkpoint turns out to have been replaced

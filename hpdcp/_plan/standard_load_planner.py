@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -18,24 +19,25 @@ from hpdcp._devices import device
 from hpdcp._devices.memory import ReadOnlyMemory
 from hpdcp._format.columns import Entry, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
+from hpdcp._plan._load_targets import LoadTargets
 from hpdcp._plan._stored_names import StoredNames
 from hpdcp._plan._unnamed_values import Parts, UnnamedValues
 from hpdcp._plan._wanted_values import Take, WantedValues, check_length, fill_number, is_setting
-from hpdcp._plan.load_plan import LoadPlan, LoadTarget, ReadItem
+from hpdcp._plan.load_plan import LoadPlan, ReadItem
 from hpdcp._plan.planner import LoadPlanner, PlannerContext
 from hpdcp._plan.stored_index import StoredIndex
+from hpdcp._plan.straight_reads import straight_reads, wanted_tensors
 from hpdcp._state import objects
 from hpdcp._state.coverage import missing
 from hpdcp._state.dtypes import dtype_name, dtype_of, find_dtype
-from hpdcp._state.geometry import Box, relative
+from hpdcp._state.geometry import Box
 from hpdcp._state.mismatches import Mismatch, Problems, listed
-from hpdcp._state.overlaps import has_shared_elements, shared_elements
+from hpdcp._state.overlaps import has_shared_elements
 from hpdcp._state.paths import Keys, Path, decode_path, path_below
 from hpdcp._state.scales import scale_beside, separated_codes
-from hpdcp._state.sharding import LocalChunk, LocalShards, is_copied_view, local_shards
+from hpdcp._state.sharding import LocalShards, is_copied_view, local_shards
 from hpdcp._state.ties import tie_key
 from hpdcp._state.tree import Container, Leaf, StateTree
-from hpdcp._state.views import view_of_box
 from hpdcp._state.wrappers import check_wrappers, leads_into_wrapper
 
 
@@ -61,14 +63,11 @@ class StandardLoadPlanner(LoadPlanner):
         self._stored = StoredIndex(metadata)
         self._names = StoredNames(metadata)
         self._problems = Problems()
-        self._items: list[ReadItem] = []
-        self._targets: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
+        self._targets = LoadTargets(metadata)
         self._values = WantedValues(metadata, self._decode)
         self._unnamed = UnnamedValues(metadata, self._tree, self._names, self._values)
         self._casts: list[str] = []
         self._read_only = ReadOnlyMemory()
-        self._filled_memory: list[tuple[str, LocalShards, torch.Tensor]] = []
-        self._shareable: list[LoadTarget] = []
         self._absent: dict[str, Hashable] = {}
         self._tied: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
         self._separated = separated_codes(metadata.settings)
@@ -78,26 +77,37 @@ class StandardLoadPlanner(LoadPlanner):
 
     def build_local_plan(self) -> LoadPlan:
         check_wrappers(self._tree, self._metadata, rank=self._context.rank)
-        filled: dict[Hashable, tuple[str, int]] = {}
+        straight = self._plan_straight_reads()
         for leaf in self._tree.every_rank:
             self._plan_gather(leaf)
         gathered = [leaf.path for leaf in self._tree.every_rank]
         for leaf in self._tree.leaves:
+            if leaf.fqn in straight:
+                continue
             if leaf.owner is None or not any(leaf.path[: len(path)] == tuple(path) for path in gathered):
-                self._plan_leaf(leaf, filled)
+                self._plan_leaf(leaf)
         self._check_apart()
         self._plan_containers(gathered)
-        self._settle_absent(filled.keys())
+        self._settle_absent()
         if self._allow_partial_load:
             self.not_loaded = self._problems.forgive(Mismatch.MISSING, Mismatch.HOLE)
         self._problems.raise_if_any()
-        return LoadPlan.build(self._items + self._values.items, self._shareable)
+        return self._targets.plan(self._values.items)
 
     @property
     def complete(self) -> bool:
         return not self.not_loaded
 
-    def _plan_leaf(self, leaf: Leaf, filled: dict[Hashable, tuple[str, int]]) -> None:
+    def _plan_straight_reads(self) -> Set[str]:
+        """Plan all tensors at once that are stored as they are wanted; their names."""
+        wanted = wanted_tensors(self._tree.leaves)
+        foreign = np.flatnonzero(wanted.runs.foreign).tolist()
+        read_only = [row for row in foreign if self._read_only.holds(wanted.memory[row])]
+        reads = straight_reads(wanted.take(np.setdiff1d(np.arange(len(wanted)), read_only)), self._metadata)
+        self._targets.add_straight(reads)
+        return {leaf.fqn for leaf in reads.wanted.leaves}
+
+    def _plan_leaf(self, leaf: Leaf) -> None:
         if leaf.owner is not None and self._keeps_per_rank and self._metadata.world_size != self._context.world_size:
             self._problems.add(
                 Mismatch.WORLD,
@@ -105,11 +115,11 @@ class StandardLoadPlanner(LoadPlanner):
                 f"{leaf.fqn!r} (stored by {self._metadata.world_size} ranks, wanted by {self._context.world_size})",
             )
         elif isinstance(leaf.value, torch.Tensor):
-            self._plan_tensor(leaf, leaf.value, filled)
+            self._plan_tensor(leaf, leaf.value)
         else:
             self._plan_object(leaf)
 
-    def _plan_tensor(self, leaf: Leaf, target: torch.Tensor, filled: dict[Hashable, tuple[str, int]]) -> None:
+    def _plan_tensor(self, leaf: Leaf, target: torch.Tensor) -> None:
         try:
             if type(target) is DTensor and is_copied_view(target):
                 raise UnsupportedTypeError(
@@ -151,27 +161,21 @@ class StandardLoadPlanner(LoadPlanner):
         tie = tie_key(target)
         if tie is not None:
             # Tied targets share memory: filling it once is enough, where the stored tensors are the same.
-            first, stored = filled.setdefault(tie, (leaf.fqn, row))
+            first, stored = self._targets.first_of_tie(tie, leaf.fqn, row)
             if self._metadata.resolve(stored) != self._metadata.resolve(row):
                 self._compare_tied(leaf, first, stored, row, shards)
             if first != leaf.fqn:
                 return
-        if shards.chunks:
-            self._filled_memory += [(leaf.fqn, shards, tensor) for tensor in shards.tensors]
+        self._targets.note_filled(leaf.fqn, shards)
         for chunk in shards.chunks:
             index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
-            self._targets[index] = (shards, chunk)
             overlaps = list(self._stored.overlaps(row, chunk.box))
-            self._items += [_read_item(index, chunk.box, *overlap) for overlap in overlaps]
+            self._targets.add(index, shards.view(chunk), chunk.box, overlaps)
             if self._note_hole(leaf.fqn, chunk.box, overlaps):
                 break
             if leaf.owner is None:
                 # Only what is filled all over: what a hole leaves as it was is each rank's own.
-                memory = shards.view(chunk)
-                on_device = device.is_current(memory)
-                reached = on_device or device.is_host(memory)
-                direct = reached and memory.is_contiguous() and not (memory.is_conj() or memory.is_neg())
-                self._shareable.append(LoadTarget(index, dtype_name(shards.dtype), direct, on_device))
+                self._targets.share(index, shards.dtype)
 
     def _check_fillable(self, tensor: torch.Tensor, fqn: str) -> None:
         if has_shared_elements(tensor):
@@ -186,11 +190,7 @@ class StandardLoadPlanner(LoadPlanner):
 
     def _check_apart(self) -> None:
         """Note targets that overlap in memory, of which the one that is filled last would win."""
-        for pair in shared_elements([tensor for _, _, tensor in self._filled_memory]):
-            (one, shards, tensor), (other, other_shards, other_tensor) = (self._filled_memory[n] for n in pair)
-            # The same memory for the same boxes is a tie, whatever placements it has.
-            if shards.chunks == other_shards.chunks and tie_key(tensor) == tie_key(other_tensor):
-                continue
+        for one, other in self._targets.overlapping():
             self._problems.add(
                 Mismatch.REFUSED,
                 one,
@@ -207,19 +207,17 @@ class StandardLoadPlanner(LoadPlanner):
             return
         for chunk in shards.chunks:
             copy = device.empty_on_host(chunk.box.sizes, shards.dtype)
-            whole = LocalChunk(chunk.box, Box((0,) * len(chunk.box.sizes), chunk.box.sizes))
             index = MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner)
-            self._targets[index] = LocalShards(shards.dtype, shards.global_shape, (copy,), (whole,)), whole
             overlaps = list(self._stored.overlaps(row, chunk.box))
-            self._items += [_read_item(index, chunk.box, *overlap) for overlap in overlaps]
+            self._targets.add(index, copy, chunk.box, overlaps)
             if self._note_hole(leaf.fqn, chunk.box, overlaps):
                 return
             self._tied.append((leaf.fqn, first, shards.view(chunk), copy))
 
-    def _settle_absent(self, filled: Set[Hashable]) -> None:
+    def _settle_absent(self) -> None:
         """A name that is not stored is no loss where its memory is another target's, which is filled: of weights that a
         model ties, Hugging Face's files hold one."""
-        tied = {fqn for fqn, tie in self._absent.items() if tie is not None and tie in filled}
+        tied = {fqn for fqn, tie in self._absent.items() if tie is not None and self._targets.is_filled(tie)}
         self._problems.withdraw(Mismatch.MISSING, tied)
         self._problems.note(Mismatch.MISSING, self._names.prefix_hint([fqn for fqn in self._absent if fqn not in tied]))
 
@@ -370,8 +368,7 @@ class StandardLoadPlanner(LoadPlanner):
         shards = local_shards(tensor, key=entry.fqn)
         for chunk in shards.chunks:
             index = MetadataIndex(entry.fqn, chunk.box.offsets, chunk.box.sizes, entry.owner)
-            self._targets[index] = (shards, chunk)
-            self._items += [_read_item(index, chunk.box, *overlap) for overlap in overlaps]
+            self._targets.add(index, shards.view(chunk), chunk.box, overlaps)
         return tensor
 
     def build_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
@@ -392,12 +389,23 @@ class StandardLoadPlanner(LoadPlanner):
         return plan
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
-        shards, chunk = self._targets[item.dest_index]
-        return view_of_box(shards.view(chunk), item.dest_offsets, item.lengths)
+        return self._targets.acquire(item)
+
+    def acquire_tensors(self, items: Sequence[ReadItem]) -> Sequence[torch.Tensor]:
+        if type(self).acquire_tensor is not StandardLoadPlanner.acquire_tensor:
+            return super().acquire_tensors(items)  # a subclass has its say about each item
+        return self._targets.acquire_all(items)
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         # Filled by address, which autograd does not see: a backward pass that still needs the old values must fail.
         torch.autograd.graph.increment_version(tensor)
+
+    def apply_tensors(self, items: Sequence[ReadItem], tensors: Sequence[torch.Tensor]) -> None:
+        if type(self).apply_tensor is not StandardLoadPlanner.apply_tensor:
+            super().apply_tensors(items, tensors)
+            return
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
 
     def apply_bytes(self, item: ReadItem, data: bytes) -> None:
         self.not_loaded += tuple(self._values.apply(item.dest_index, data, partial=self._allow_partial_load))
@@ -423,12 +431,6 @@ def _same_bits(memory: torch.Tensor, copy: torch.Tensor) -> bool:
 
 def _at(found: tuple[int, Keys], fqn: str) -> tuple[int, str, Keys]:
     return found[0], fqn, found[1]
-
-
-def _read_item(index: MetadataIndex, dest: Box, storage_row: int, have: Box, part: Box) -> ReadItem:
-    return ReadItem(
-        index, storage_row, relative(part, dest).offsets, relative(part, have).offsets, part.sizes, EntryKind.TENSOR
-    )
 
 
 def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:

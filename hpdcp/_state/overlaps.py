@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hpdcp._devices.memory import memory_range
@@ -31,20 +32,36 @@ def shared_elements(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]
     [(0, 2)]
     """
     spans = [memory_range(tensor) for tensor in tensors]
-    by_device: dict[torch.device, list[int]] = {}
-    for number, (tensor, span) in enumerate(zip(tensors, spans, strict=True)):
-        if span.stop:
-            by_device.setdefault(tensor.device, []).append(number)
-    for numbers in by_device.values():
-        starts = np.array([spans[number].start for number in numbers], dtype=np.uint64)
-        stops = np.array([spans[number].stop for number in numbers], dtype=np.uint64)
-        order = np.argsort(starts, kind="stable")
+    starts = np.array([span.start for span in spans], dtype=np.uint64)
+    stops = np.array([span.stop for span in spans], dtype=np.uint64)
+    for group in meeting_groups([tensor.device for tensor in tensors], starts, stops):
+        yield from _in_group(tensors, group)
+
+
+def meeting_groups(
+    devices: Sequence[torch.device], starts: npt.NDArray[np.uint64], stops: npt.NDArray[np.uint64]
+) -> Iterator[list[int]]:
+    """Groups of spans of memory that may share a byte, as their numbers by where they start; none with any other group.
+
+    A span that stops at 0 is empty, and in no group.
+    """
+    codes = {device: code for code, device in enumerate(dict.fromkeys(devices))}
+    device_of = np.fromiter(map(codes.__getitem__, devices), np.int64, len(devices))
+    for code in range(len(codes)):
+        numbers = np.flatnonzero((device_of == code) & (stops > 0))
+        order = numbers[np.argsort(starts[numbers], kind="stable")]
         furthest = np.maximum.accumulate(stops[order])
-        # A tensor that starts after the end of all that start before it begins a new group.
+        # A span that starts after the end of all that start before it begins a new group.
         begins = np.flatnonzero(starts[order][1:] >= furthest[:-1]) + 1
-        for group in np.split(order, begins) if len(begins) + 1 < len(order) else ():
-            if len(group) > 1:
-                yield from _in_group(tensors, [numbers[place] for place in group.tolist()])
+        for first, last in _runs_of_several(begins, len(order)):
+            yield order[first:last].tolist()
+
+
+def _runs_of_several(begins: npt.NDArray[np.intp], count: int) -> Iterator[tuple[int, int]]:
+    """Where groups of more than one begin and end, when a new group begins at each of `begins`, out of `count`."""
+    bounds = np.concatenate([[0], begins, [count]])
+    several = np.flatnonzero(np.diff(bounds) > 1)
+    yield from zip(bounds[several].tolist(), bounds[several + 1].tolist(), strict=True)
 
 
 def has_shared_elements(tensor: torch.Tensor) -> bool:

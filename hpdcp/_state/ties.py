@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,18 @@ from torch.nn.parameter import is_lazy
 from hpdcp._format.metadata import CHUNK_INFO, ChunkInfo
 from hpdcp._state._chunked import Chunked, filled_shards, is_chunked
 from hpdcp._state._placements import KNOWN_PLACEMENTS, local_tensor
+
+
+class _View(NamedTuple):
+    """Memory, and how it is seen."""
+
+    device: torch.device
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
 
 
 def tie_key(tensor: torch.Tensor) -> Hashable:
@@ -31,6 +44,12 @@ def tie_key(tensor: torch.Tensor) -> Hashable:
     return (view, (*info.chunk.offsets, *info.global_shape) if isinstance(info, ChunkInfo) else None)
 
 
+def address_in(tie: Hashable) -> int | None:
+    """Where the memory of a `tie_key` begins; None where it is several memories, or none."""
+    view = tie[0] if isinstance(tie, tuple) else None
+    return view.address if isinstance(view, _View) else None
+
+
 def _view_key(tensor: torch.Tensor) -> Hashable:
     plain = type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not plain or is_lazy(tensor) or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
@@ -41,7 +60,7 @@ def _view_key(tensor: torch.Tensor) -> Hashable:
         return None
     if not address:
         return None
-    return (
+    return _View(
         tensor.device,
         address,
         tensor.shape,
