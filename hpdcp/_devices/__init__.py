@@ -4,6 +4,7 @@ In come tensors, out go bytes of host memory, or tensors filled. The only packag
 Nobody here waits for a whole device that has streams: training may go on there.
 
     `memory`      where a tensor lies, once it is known to lie inside its storage
+    `memory_runs` where many tensors lie, found at once
     `device`      a tensor's bytes, blocking copies, torch's module for a device
     `streams`     the stream of a device for copies beside its work, and what comes before and after what
     `buffers`     memory to copy through, page-locked where that can be had
