@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hpdcp._background._arena import Segment, tensor_at
 from hpdcp._background._sampled import Sampled
 from hpdcp._background._staging import StagedState
+from hpdcp._background._what_to_stage import tied_names_of
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._base.splitting import batches
 from hpdcp._format.columns import I64, EntryKind
@@ -65,6 +67,7 @@ class StagedPlanner(SavePlanner):
         self._released = released
         names = zip(plan.entries.fqns, plan.entries.owners.tolist(), strict=True)
         self._entry = {name: row for row, name in enumerate(names)}
+        self._tied = tied_names_of(plan)
         self._lengths = {item.index: item.nbytes for item in plan.items if item.kind is EntryKind.OBJECT}
         self._memory: dict[MetadataIndex, memoryview] = {}
         self._boxes: dict[tuple[str, int | None], list[MetadataIndex]] = {}
@@ -121,6 +124,8 @@ class StagedPlanner(SavePlanner):
 
     def get_tensor(self, item: WriteItem) -> torch.Tensor:
         index = item.index
+        if index.owner is None and index.fqn in self._tied:
+            index = replace(index, fqn=self._tied[index.fqn])
         owner = -1 if index.owner is None else index.owner
         dtype = dtype_of(self._plan.entries.dtype(self._entry[index.fqn, owner]))
         memory = self._memory.get(index)

@@ -13,6 +13,7 @@ from hpdcp._background._arena import Arena
 from hpdcp._background._sampled import Sampled
 from hpdcp._background._staging import StagedState, build_staged_state_dict, with_copied_values
 from hpdcp._base.config import Config
+from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import MetadataIndex
 from hpdcp._plan.plan_cache import PLANS, CachedPlan
 from hpdcp._plan.plan_key import plan_key
@@ -73,16 +74,28 @@ def _needed(cached: Sequence[CachedPlan], rules: ReplicaRules) -> tuple[SavePlan
     local = SavePlan.from_bytes(cached[0].local)
     plans = [SavePlan.from_part(plan.part, SavePlan.from_bytes(plan.local)) for plan in cached]
     modes = rules.modes(local.entries.fqns)[local.chunks.entry]
-    needed = rows_needed(local, plans, (modes == ALL) | ((local.nbytes <= SAMPLE_BYTES) & (modes != OFF)))
+    compared = (modes == ALL) | ((local.nbytes <= SAMPLE_BYTES) & (modes != OFF))
+    for plan in plans:
+        if plan.compared is not None:
+            compared[plan.compared.rows[plan.compared.in_full]] = True
+    needed = rows_needed(local, plans, compared)
     return local.select(needed), local.select(np.setdiff1d(np.arange(len(local)), needed))
 
 
 def rows_needed(local: SavePlan, plans: Sequence[SavePlan], compared: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """Items of `local` of which `plans` write something, which are `compared`, or whose length is not known."""
     asked = [*plans, *(plan.sent_plan() for plan in plans if plan.redistribution is not None)]
-    names = {(index.fqn, index.owner) for plan in asked for index in (item.index for item in plan.items)}
+    other = tied_names_of(local)
+    asked_for = (item.index for plan in asked for item in plan.items)
+    names = {(other.get(index.fqn, index.fqn), index.owner) for index in asked_for}
     written = [(index.fqn, index.owner) in names for index in (item.index for item in local.items)]
     return np.flatnonzero(compared | (local.nbytes < 0) | np.array(written, dtype=np.bool_))
+
+
+def tied_names_of(plan: SavePlan) -> dict[str, str]:
+    """fqn → the name under which `plan` has its items; of another rank, which may not tie them, it may be asked so."""
+    tied = np.flatnonzero(plan.entries.kinds == EntryKind.ALIAS).tolist()
+    return {plan.entries.fqns[row]: plan.entries.targets[row] for row in tied}
 
 
 def _sampled(planner: SavePlanner, cached: Sequence[CachedPlan], rest: SavePlan | None) -> Sampled | None:

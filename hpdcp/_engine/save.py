@@ -212,7 +212,7 @@ class _Save:
         reports = [Report.from_bytes(answer) for answer in answers]
         results = [report.results for report in reports]
         joined = join_results(self._whole, results)
-        check_replicas(self._whole, joined.as_items().table, [report.replicas for report in reports])
+        check_replicas(self._whole, joined.as_items().table, [report.replicas for report in reports], self._rules)
         with stage("finalize_checkpoint"):
             metadata = self._whole.metadata.with_storage(joined.table, {})
             return self._writer.finalize_checkpoint(metadata, results).to_bytes()

@@ -18,7 +18,7 @@ from hpdcp._format.metadata import Metadata, StorageTable
 from hpdcp._plan.replica_rules import ALL, OFF, ReplicaRules
 from hpdcp._plan.samples import SAMPLE_BYTES
 from hpdcp._plan.save_plan import ComparedBoxes, SavePlan
-from hpdcp._plan.whole_plan import WholePlan
+from hpdcp._plan.whole_plan import TiedBoxes, WholePlan
 from hpdcp._state.coverage import missing
 from hpdcp._state.geometry import Box
 from hpdcp._state.mismatches import listed
@@ -29,8 +29,8 @@ _MOST_NAMED: Final = 20
 def boxes_to_compare(whole: WholePlan, locals_: Sequence[SavePlan], rules: ReplicaRules) -> list[ComparedBoxes]:
     """What each rank reports checksums of: boxes of its local plan that other ranks hold too.
 
-    Python values and what `rules` says so of in full, the rest by samples. The rank that writes a box is left out where
-    the write itself gives a checksum of all that is compared.
+    Python values, boxes under a name that some ranks tie to another one, and what `rules` says so of in full, the rest
+    by samples. The rank that writes a box is left out where the write itself gives a checksum of all that is compared.
     """
     if rules.is_off:
         return [ComparedBoxes(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_)) for _ in locals_]
@@ -49,15 +49,37 @@ def boxes_to_compare(whole: WholePlan, locals_: Sequence[SavePlan], rules: Repli
     writer_holds[held[writer == ranks]] = True
     by_write_only = is_stored.copy()
     by_write_only[is_stored] = ~writer_holds[held[is_stored]]
-    in_full = (modes == ALL) | is_object | by_write_only
+    ties = _compared_ties(whole, rules)
+    tied_rows, tied_boxes = _held_rows(whole, ties), ties.box
+    # Samples lie elsewhere under another name.
+    by_two_names = np.isin(held, np.concatenate([held[tied_rows], tied_boxes]))
+    in_full = (modes == ALL) | is_object | by_write_only | by_two_names
     shared = (np.bincount(held, minlength=stored)[held] > 1) | (is_stored & (writer != ranks))
+    shared |= np.isin(held, tied_boxes)
     known_by_write = _known_by_write(held, is_object, in_full, nbytes, stored) & (writer == ranks)
     wanted = shared & (modes != OFF) & (entries.owners[entry] < 0) & (nbytes != 0) & ~known_by_write
+    wanted[tied_rows] = True
     found = []
     for start, end in zip(starts_of(whole.held_ends).tolist(), whole.held_ends.tolist(), strict=True):
         rows = np.flatnonzero(wanted[start:end])
         found.append(ComparedBoxes(rows, in_full[start:end][rows]))
     return found
+
+
+def _compared_ties(whole: WholePlan, rules: ReplicaRules) -> TiedBoxes:
+    """The boxes of names that some ranks tie, where replicas of both names are compared."""
+    tied = whole.tied
+    if not len(tied.box):
+        return tied
+    off = rules.modes(whole.metadata.entries.fqns) == OFF
+    entry = whole.boxes.entry
+    kept = np.flatnonzero(~off[entry[whole.held[_held_rows(whole, tied)]]] & ~off[entry[tied.box]])
+    return TiedBoxes(tied.rank[kept], tied.row[kept], tied.box[kept])
+
+
+def _held_rows(whole: WholePlan, ties: TiedBoxes) -> I64:
+    """Where in `whole.held` is what the ranks hold under the other name."""
+    return starts_of(whole.held_ends)[ties.rank] + ties.row
 
 
 def _known_by_write(
@@ -121,13 +143,15 @@ class ReplicaReport:
         )
 
 
-def check_replicas(whole: WholePlan, storage: StorageTable, reports: Sequence[ReplicaReport]) -> None:
+def check_replicas(
+    whole: WholePlan, storage: StorageTable, reports: Sequence[ReplicaReport], rules: ReplicaRules
+) -> None:
     """Compare what ranks hold, with one another and with what was written.
 
     Args:
         whole: what all ranks wrote.
         storage: where, with the checksums of the items themselves.
-        reports: every rank's report.
+        reports: every rank's report, of what `boxes_to_compare` said by the same `rules`.
 
     Raises:
         ReplicaMismatchError: lists the keys that differ, the ranks, and what to do.
@@ -136,10 +160,16 @@ def check_replicas(whole: WholePlan, storage: StorageTable, reports: Sequence[Re
         return
     held = np.concatenate([whole.held_by(rank)[report.rows] for rank, report in enumerate(reports)])
     ranks = np.repeat(np.arange(len(reports)), [len(report.rows) for report in reports])
-    nbytes = np.concatenate([report.nbytes for report in reports])
-    in_full = np.concatenate([report.in_full for report in reports]).astype(np.bool_)
-    crcs = np.concatenate([report.crcs for report in reports])
-    crc_lengths = np.concatenate([report.crc_ends - starts_of(report.crc_ends) for report in reports])
+    rows = np.concatenate([report.rows for report in reports])
+    again, boxes_again = _reported_again(_compared_ties(whole, rules), rows, ranks)
+    source = np.concatenate([np.arange(len(held)), again])
+    held, ranks = np.concatenate([held, boxes_again]), ranks[source]
+    nbytes = np.concatenate([report.nbytes for report in reports])[source]
+    in_full = np.concatenate([report.in_full for report in reports]).astype(np.bool_)[source]
+    every_length = np.concatenate([report.crc_ends - starts_of(report.crc_ends) for report in reports])
+    crc_ends, positions = take_runs(ends_of(every_length), source)
+    crcs = np.concatenate([report.crcs for report in reports])[positions]
+    crc_lengths = every_length[source]
     boxes, entries = whole.boxes, whole.metadata.entries
     stored = len(whole.metadata.chunks)
     is_object = entries.kinds[boxes.entry[held]] == EntryKind.OBJECT
@@ -158,11 +188,23 @@ def check_replicas(whole: WholePlan, storage: StorageTable, reports: Sequence[Re
     wrong = (all_lengths[reference] != nbytes) | (counts[reference] != crc_lengths)
     same = np.flatnonzero(~wrong & (crc_lengths > 0))
     if len(same):
-        ends, mine = take_runs(ends_of(crc_lengths), same)
+        ends, mine = take_runs(crc_ends, same)
         _, theirs = take_runs(all_ends, reference[same])
         wrong[same] = np.logical_or.reduceat(crcs[mine] != all_crcs[theirs], starts_of(ends))
     if wrong.any():
         raise _mismatch(whole, held, ranks, known, same_box, wrong)
+
+
+def _reported_again(ties: TiedBoxes, rows: I64, ranks: I64) -> tuple[I64, I64]:
+    """Of what was reported (`rows` of local plans, by `ranks`) what is a box under a second name, and which box."""
+    if not len(ties.box):
+        return ties.row, ties.box
+    span = max(int(rows.max()), int(ties.row.max())) + 1
+    reported, wanted = ranks * span + rows, ties.rank * span + ties.row
+    order = np.argsort(reported)
+    at = np.minimum(np.searchsorted(reported, wanted, sorter=order), len(order) - 1)
+    there = reported[order[at]] == wanted
+    return order[at][there], ties.box[there]
 
 
 def _mismatch(

@@ -30,6 +30,20 @@ from hpdcp._plan.write_results import WriteResults
 
 
 @dataclass(frozen=True, slots=True)
+class TiedBoxes:
+    """Boxes of names that some ranks tie to another name, while other ranks hold them as tensors of their own.
+
+    The ranks that tie them have them in their local plans under the other name only.
+    """
+
+    rank: I64
+    row: I64
+    """Of the rank's local plan: the box under the other name, whose bytes these are."""
+    box: I64
+    """Row in `WholePlan.boxes`."""
+
+
+@dataclass(frozen=True, slots=True)
 class WholePlan:
     """What all ranks write, and the metadata made of it: what the coordinator needs once they have written."""
 
@@ -48,6 +62,7 @@ class WholePlan:
     """Where each rank's rows end in `held`."""
     unstored: ChunkTable
     """Boxes that ranks hold and that are stored as other boxes, each once."""
+    tied: TiedBoxes
 
     @classmethod
     def of(cls, metadata: Metadata, plans: Sequence[SavePlan], locals_: Sequence[SavePlan]) -> WholePlan:
@@ -65,15 +80,18 @@ class WholePlan:
             raise StorageError(
                 "the plans to be written are not the plans the metadata was made of; nothing was published."
             )
-        held, unstored = _match(metadata.chunks, _with_rows(locals_, held_rows))
+        ranks, rows, boxes = _tied_boxes(metadata, locals_, held_rows)
+        mine = _with_rows(locals_, held_rows)
+        held, unstored = _match(metadata.chunks, concat_chunks([mine, boxes]))
         return cls(
             metadata,
             np.array([len(plan) for plan in plans], dtype=np.int64),
             np.concatenate([plan.nbytes for plan in plans]),
             order.astype(np.int64),
-            held,
+            held[: len(mine)],
             ends_of(np.array([len(plan) for plan in locals_], dtype=np.int64)),
             unstored,
+            TiedBoxes(ranks, rows, held[len(mine) :]),
         )
 
     @property
@@ -118,6 +136,9 @@ class WholePlan:
             "held.row": self.held,
             "held.ends": self.held_ends,
             **self.unstored.to_columns("unstored."),
+            "tied.rank": self.tied.rank,
+            "tied.row": self.tied.row,
+            "tied.box": self.tied.box,
         }
         return pack_columns(columns, self.metadata.settings)
 
@@ -132,6 +153,7 @@ class WholePlan:
             column(columns, "held.row", np.int64),
             column(columns, "held.ends", np.int64),
             ChunkTable.from_columns(columns, "unstored."),
+            TiedBoxes(*(column(columns, f"tied.{name}", np.int64) for name in ("rank", "row", "box"))),
         )
 
 
@@ -189,6 +211,27 @@ def _with_rows(plans: Sequence[SavePlan], rows: Sequence[I64]) -> ChunkTable:
     return concat_chunks(
         [plan.chunks.with_entry(row[plan.chunks.entry]) for plan, row in zip(plans, rows, strict=True)]
     )
+
+
+def _tied_boxes(metadata: Metadata, locals_: Sequence[SavePlan], rows: Sequence[I64]) -> tuple[I64, I64, ChunkTable]:
+    """Of the names that a rank ties and the metadata has as tensors: each box's rank, its row there, and the box."""
+    ranks: list[int] = []
+    found: list[int] = []
+    entries: list[int] = []
+    boxes: list[ChunkTable] = []
+    for rank, (plan, merged) in enumerate(zip(locals_, rows, strict=True)):
+        contested = plan.entries.kinds == EntryKind.ALIAS
+        if contested.any():
+            contested &= metadata.entries.kinds[merged] == EntryKind.TENSOR
+        names = {name: entry for entry, name in enumerate(plan.entries.fqns)} if contested.any() else {}
+        for entry in np.flatnonzero(contested).tolist():
+            items = np.flatnonzero(plan.chunks.entry == names[plan.entries.targets[entry]])
+            ranks += [rank] * len(items)
+            found += items.tolist()
+            entries += [int(merged[entry])] * len(items)
+            boxes.append(plan.chunks.take(items))
+    chunks = concat_chunks(boxes).with_entry(np.array(entries, dtype=np.int64))
+    return np.array(ranks, dtype=np.int64), np.array(found, dtype=np.int64), chunks
 
 
 def _match(chunks: ChunkTable, held: ChunkTable) -> tuple[I64, ChunkTable]:

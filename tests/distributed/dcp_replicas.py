@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,23 @@ def test_every_way_of_saving_after_every_other_is_as_if_it_were_the_first(ranks:
     for turn, name in enumerate(walk_all_pairs(list(VARIANTS))):
         assert save_as(name, state, folder / str(turn)) == fresh[name], name
     ranks.barrier()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_name_that_only_some_ranks_tie_is_compared_and_stored(ranks: Job, folder: Path, way: str) -> None:
+    def state(tied: tuple[int, ...], odd: int | None = None) -> dict[str, Any]:
+        mine = torch.full((LARGE,), 1.0)
+        other = mine if ranks.rank in tied else torch.full((LARGE,), 2.0 if ranks.rank == odd else 1.0)
+        # Who writes it depends on what else each has to write.
+        return {"a": mine, "b": other, f"own{ranks.rank}": torch.ones(LARGE * (3 if ranks.rank in tied else 1))}
+
+    for number, tied in enumerate([(0,), (1, 2), (0,), (0,)]):
+        WAYS[way](state(tied), folder / str(number))
+        ranks.barrier()
+        target = {"b": torch.zeros(LARGE)}
+        hpdcp.load(target, checkpoint_id=folder / str(number))
+        assert bool((target["b"] == 1).all())
+    for tied, odd in (((0,), 1), ((1, 2), 0), ((0, 1), 2)):
+        errors = ranks.errors(functools.partial(WAYS[way], state(tied, odd), folder / f"odd{odd}"))
+        assert [type(error) for error in errors] == [ReplicaMismatchError] * RANKS, errors
+        assert "'b' (rank" in str(errors[0]) and "'a'" not in str(errors[0])

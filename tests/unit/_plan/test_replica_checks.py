@@ -52,7 +52,7 @@ def compare(states: Sequence[dict[str, Any]], setting: Setting = "sample", **opt
         infos = [stored(planner, part, row, f"f{rank}") for row in range(len(part))]
         results.append(WriteResults.build(infos, [FileRecord(f"f{rank}", 1 << 40, 0)] if infos else []))
         reports.append(ReplicaReport.from_bytes(replica_report(planner, local, part.compared).to_bytes()))
-    check_replicas(whole, join_results(whole, results).as_items().table, reports)
+    check_replicas(whole, join_results(whole, results).as_items().table, reports, rules)
     return [
         sorted({local.item(row).index.fqn for row in report.rows.tolist()})
         for local, report in zip(locals_, reports, strict=True)
@@ -221,3 +221,53 @@ def test_random_states_are_refused_exactly_where_they_differ(seed: int) -> None:
         assert str(caught.value).startswith(f"{len(expected)} key")
     else:
         compare(states, setting)
+
+
+@pytest.mark.parametrize("elements", [3, SAMPLE_BYTES // 4 + 1])
+@pytest.mark.parametrize("setting", ["sample", "all", {"other.*": "off"}])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "in parts"])
+def test_a_name_that_only_some_ranks_tie_is_compared_with_what_they_tie_it_to(
+    monkeypatch: pytest.MonkeyPatch, elements: int, setting: Setting, split: bool
+) -> None:
+    if split:
+        monkeypatch.setattr(replicas, "SPLIT_BYTES", 1000)
+
+    def states(weights: Sequence[int], tied: Mapping[int, str], odd: int | None = None) -> list[dict[str, Any]]:
+        made = []
+        for rank in range(3):
+            state: dict[str, Any] = {name: torch.full((elements,), 1.0) for name in ("a", "b", "c")}
+            if rank in tied:
+                state["b"] = state[tied[rank]]
+            if rank == odd:
+                state["b"] = state["b"] + 1
+            # Who writes b depends on what else each has to write.
+            made.append(state | {f"own{rank}": torch.ones(weights[rank] * elements)})
+        return made
+
+    for weights in ((0, 4, 8), (8, 4, 0), (4, 0, 8)):
+        for tied in ({0: "a"}, {2: "a"}, {0: "a", 1: "a"}, {0: "a", 2: "c"}, {0: "a", 1: "c"}):
+            compare(states(weights, tied), setting)
+            for odd in {0, 1, 2} - tied.keys():
+                with pytest.raises(ReplicaMismatchError, match=r"'b' \(.*PerRank"):
+                    compare(states(weights, tied, odd), setting)
+
+
+def test_two_ranks_that_tie_a_name_to_different_values_are_told_so() -> None:
+    for setting in ("sample", "all"):
+        one, two, three = (torch.full((100_000,), float(value)) for value in (1, 2, 3))
+        states = [{"a": one, "b": one, "c": two}, {"a": one.clone(), "b": (c := two.clone()), "c": c}]
+        with pytest.raises(ReplicaMismatchError, match=r"1 key is .* 'b' "):
+            compare(states, setting)
+        states[1] |= {"b": three}
+        with pytest.raises(ReplicaMismatchError, match=r"1 key is .* 'b' "):
+            compare(states, setting)
+        for exempt in ({"b": "off"}, {"*": "all", "b": "off"}):
+            compare(states, exempt)
+
+
+def test_a_name_that_is_tied_to_one_that_may_differ_may_differ_itself() -> None:
+    states: list[dict[str, Any]] = []
+    for rank in range(2):
+        mean = torch.full((100_000,), float(rank))
+        states.append({"bn.mean": mean, "also": mean if rank == 0 else torch.zeros(100_000), "w": torch.ones(3)})
+    compare(states, {"bn.*": "off"})
