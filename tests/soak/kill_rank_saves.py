@@ -6,6 +6,7 @@ python -m tests.soak.kill_rank_saves FOLDER KILLS SEED
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import mmap
 import os
@@ -50,6 +51,7 @@ def loaded_step(folder: Path) -> int:
 
 
 def save_forever(rank: int, meeting: Path, folder: Path, first: int, board: mmap.mmap) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # says where it waits
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(meeting), RANKS),
@@ -100,6 +102,8 @@ def wait_at_most(pid: int, seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while os.waitpid(pid, os.WNOHANG)[0] == 0:
         if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.5)
             os.kill(pid, signal.SIGKILL)
             wait(pid)
             raise AssertionError(f"a rank that survived still waits after {seconds} s ({what})")
