@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+from hpdcp._base.backend import without_password
 from hpdcp._base.errors import WaitTimeoutError
 from hpdcp._format.metadata import Metadata
 
@@ -45,6 +46,14 @@ class AsyncSaveResponse:
     def done(self) -> bool:
         """Whether it is published or has failed."""
         return self.future.done()
+
+    def __repr__(self) -> str:
+        state = "in flight"
+        if self.future.done():
+            # Not the watched one: to print it is not to ask how it went.
+            failure = Future.exception(self.future, 0)
+            state = "published" if failure is None else f"failed: {type(failure).__name__}"
+        return f"<AsyncSaveResponse of {without_password(self.checkpoint)}: {state}>"
 
 
 class _Watched(Future[Metadata]):

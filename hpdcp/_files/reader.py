@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpdcp._base import arguments, config, progress
-from hpdcp._base.backend import Backend
+from hpdcp._base.backend import Backend, without_password
 from hpdcp._base.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
@@ -78,6 +78,9 @@ class FileSystemReader(StorageReader):
         self._verify = verify
         self._backend: Backend | None = None
         self._metadata: Metadata | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {'no location yet' if self._url is None else without_password(self._url)}>"
 
     def initialize_reader(self, checkpoint_id: str | Path) -> None:
         self._url = registry.resolve_checkpoint_id(checkpoint_id)

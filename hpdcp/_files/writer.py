@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpdcp._base import arguments, config, progress
-from hpdcp._base.backend import Backend
+from hpdcp._base.backend import Backend, without_password
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 from hpdcp._base.saves_in_flight import wait_for_saves_to
 from hpdcp._files import registry
@@ -122,6 +122,9 @@ class FileSystemWriter(StorageWriter):
         return self._layout_name, layout, backend, repr(sorted(self._storage_options))
 
     # The steps of a save, in the order in which `StorageWriter` lists them.
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {'no location yet' if self._url is None else without_password(self._url)}>"
 
     def initialize_writer(self, checkpoint_id: str | Path) -> None:
         self._url = registry.resolve_checkpoint_id(checkpoint_id)

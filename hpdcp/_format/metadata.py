@@ -28,6 +28,7 @@ from hpdcp._format._records import (
     TensorStorageMetadata,
 )
 from hpdcp._format._seal import UNSEALED, has_seal, is_intact, sealed
+from hpdcp._format._shown import count_of, line_of, table_of
 from hpdcp._format._soundness import MOST_RANKS, check_columns, check_entries
 from hpdcp._format._storage_table import StorageTable
 from hpdcp._format.columns import I64, ChunkTable, EntryKind, EntryTable
@@ -69,7 +70,7 @@ _ALIAS: Final = int(EntryKind.ALIAS)
 """A number, since looking up a member and comparing it with numpy's takes 5 us, several times for every tensor."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Metadata:
     """Everything one checkpoint (or one rank, which saved for itself) records. Immutable."""
 
@@ -82,8 +83,18 @@ class Metadata:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Small facts: `world_size`, `attempt`, `layout`, and for one rank alone `rank`, `run`, `ordinal`. Of files that
     something else wrote: `origin`, and `checksums` where none were recorded."""
-    encoded: bytes | None = field(default=None, init=False, repr=False, compare=False)
+    encoded: bytes | None = field(default=None, init=False, compare=False)
     """The file that this was read from, of which the columns are views; None where it was made otherwise."""
+
+    def __repr__(self) -> str:
+        return line_of(self.entries, self.storage, self._provenance())
+
+    def _repr_html_(self) -> str:
+        """For a cell of a notebook."""
+        return table_of(self.entries, self.chunks, self.storage, self._provenance())
+
+    def _provenance(self) -> str:
+        return self.origin or f"saved by {count_of(self.world_size, 'rank')}"
 
     @property
     def world_size(self) -> int:
@@ -252,6 +263,9 @@ class _EntriesByName(Mapping[str, EntryMetadata]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} names of {self._metadata!r}>"
 
     def _record(self, row: int) -> TensorStorageMetadata | BytesStorageMetadata:
         metadata = self._metadata
