@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from hpdcp import config as config
     from hpdcp import errors as errors
+    from hpdcp import keep as keep
     from hpdcp import offline_transform as offline_transform
     from hpdcp import ragged as ragged
     from hpdcp import utils as utils
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from hpdcp._format.metadata import ChunkStorageMetadata as ChunkStorageMetadata
     from hpdcp._format.metadata import Metadata as Metadata
     from hpdcp._format.metadata import PerRank as PerRank
+    from hpdcp._manage.run import Checkpoints as Checkpoints
     from hpdcp._plan.standard_load_planner import StandardLoadPlanner as StandardLoadPlanner
     from hpdcp._plan.standard_save_planner import StandardSavePlanner as StandardSavePlanner
     from hpdcp._state.ragged import RaggedShard as RaggedShard
@@ -46,6 +48,7 @@ _HOMES: Final = {
     "CHUNK_INFO": "_format.metadata",
     "ChunkInfo": "_format.metadata",
     "ChunkStorageMetadata": "_format.metadata",
+    "Checkpoints": "_manage.run",
     "FileSystemReader": "_files.reader",
     "FileSystemWriter": "_files.writer",
     "HuggingFaceReader": "_files.huggingface_reader",
@@ -63,7 +66,7 @@ _HOMES: Final = {
 }
 """Where each public name lives; imported when it is asked for, since torch takes seconds and a backend needs none."""
 
-_MODULES: Final = ("config", "errors", "offline_transform", "ragged", "utils")
+_MODULES: Final = ("config", "errors", "keep", "offline_transform", "ragged", "utils")
 """Modules that are public as they are."""
 
 __all__ = [
@@ -75,6 +78,7 @@ __all__ = [
     "CHUNK_INFO",
     "ChunkInfo",
     "ChunkStorageMetadata",
+    "Checkpoints",
     "FileSystemReader",
     "FileSystemWriter",
     "HuggingFaceReader",
@@ -88,6 +92,7 @@ __all__ = [
     "allocate_optimizer_state",
     "config",
     "from_pretrained",
+    "keep",
     "load",
     "offline_transform",
     "save",

@@ -27,6 +27,12 @@ def require_optional_flags(**flags: object) -> None:
             )
 
 
+def require_count(name: str, value: object) -> None:
+    """Raise InvalidArgumentError unless the value is a whole number from 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgumentError(f"{name} is {_shown(value)}; expected a whole number from 1.")
+
+
 def require_text(**texts: object) -> None:
     """Raise InvalidArgumentError, with its name, for one that is neither None nor text."""
     for name, value in texts.items():

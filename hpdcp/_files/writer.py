@@ -68,6 +68,8 @@ class FileSystemWriter(StorageWriter):
         checkpoint_id: folder or URL; may be left out when `save` is given one.
         backend, layout: names that go before the configuration's.
         storage_options: passed to fsspec as they are.
+        facts: small texts for the metadata's settings (`Metadata.settings`), by names that hpdcp itself has no use
+            for. Those of the coordinator, rank 0, are stored.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class FileSystemWriter(StorageWriter):
         backend: str | None = None,
         layout: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        facts: Mapping[str, str] | None = None,
     ) -> None:
         arguments.require_text(backend=backend, layout=layout)
-        arguments.require_mapping(storage_options=storage_options)
+        arguments.require_mapping(storage_options=storage_options, facts=facts)
         self._backend_name = backend
         self._layout_name = layout
         self._storage_options = dict(storage_options or {})
+        self._facts = dict(facts or {})
         self._url = None if checkpoint_id is None else registry.resolve_checkpoint_id(checkpoint_id)
         self._save: _Save | None = None
         self.identity: SaveIdentity | None = None
@@ -95,6 +99,7 @@ class FileSystemWriter(StorageWriter):
             "backend": self._backend_name,
             "layout": self._layout_name,
             "storage_options": self._storage_options,
+            "facts": self._facts,
         }
 
     @property
@@ -182,7 +187,7 @@ class FileSystemWriter(StorageWriter):
         assert save.attempt is not None
         save.attempt.check_fixed_names()
         facts = {"layout": save.layout.name, "world_size": str(save.context.world_size), **save.layout.settings}
-        described = metadata.with_storage(metadata.storage, {**facts, **save.attempt.facts(metadata)})
+        described = metadata.with_storage(metadata.storage, {**self._facts, **facts, **save.attempt.facts(metadata)})
         added = save.layout.finish(save.backend, described, naming.attempt)
         files = {record.key: (record.size, record.mark) for record in added}
         published = described.with_storage(metadata.storage.with_files(files), {})

@@ -1,0 +1,19 @@
+"""The checkpoints of a run: saved, kept and found again."""
+
+from hpdcp._manage.prune import (
+    Pruning,
+    prune_run,
+)
+from hpdcp._manage.run import Checkpoints
+from hpdcp._manage.step_record import (
+    StepRecord,
+    StepState,
+)
+
+__all__ = [
+    "Checkpoints",
+    "StepRecord",
+    "StepState",
+    "Pruning",
+    "prune_run",
+]
