@@ -26,6 +26,7 @@ from hpdcp._base.errors import (
 from hpdcp._base.saves_in_flight import wait_for_saves_to
 from hpdcp._base.timing import log_message
 from hpdcp._files import registry
+from hpdcp._files._nearby import nearby_named
 from hpdcp._files.foreign import files_explained, recognise_folder
 from hpdcp._files.huggingface_folder import choose_file, read_weights
 from hpdcp._files.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
@@ -114,6 +115,10 @@ class FileSystemReader(StorageReader):
 
     def load_metadata(self) -> Metadata:
         wait_for_saves_to(self.backend.url)
+        with nearby_named(self.backend):
+            return self._load_metadata()
+
+    def _load_metadata(self) -> Metadata:
         with files_explained(self.backend.url):
             data = read_or_none(self.backend, METADATA)
         if data is not None:
@@ -154,7 +159,7 @@ class FileSystemReader(StorageReader):
         return MISMATCH_ADVICE if self._metadata is not None and self._metadata.origin == ORIGIN else ""
 
     def load_rank_metadata(self, rank: int) -> RankMetadata | None:
-        with files_explained(self.backend.url):
+        with nearby_named(self.backend), files_explained(self.backend.url):
             keys = [info.key for info in self.backend.list_keys()]
         ranks = sorted(found for key in keys if (found := rank_of_metadata_key(key)) is not None)
         return _RankMetadataSet(self.backend, ranks, rank) if ranks else None

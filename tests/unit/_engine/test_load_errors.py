@@ -12,6 +12,7 @@ import torch
 import hpdcp
 from hpdcp import CHUNK_INFO, ChunkInfo, ChunkStorageMetadata, Metadata, PerRank, StandardSavePlanner
 from hpdcp._base.errors import (
+    CheckpointNotFoundError,
     CoverageError,
     HpdcpError,
     InvalidArgumentError,
@@ -159,3 +160,14 @@ def test_a_state_dict_is_a_mapping(checkpoint: Path) -> None:
         hpdcp.load([torch.zeros(2)], checkpoint_id=checkpoint)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="list"):
         hpdcp.save([torch.zeros(2)], checkpoint_id=checkpoint)  # type: ignore[arg-type]
+
+
+def test_a_location_without_a_checkpoint_is_told_from_the_ones_near_it(tmp_path: Path) -> None:
+    for step in (9, 10):
+        hpdcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / f"step_{step}")
+    with pytest.raises(CheckpointNotFoundError, match=r"folders of it do: 'step_9', 'step_10'. Give one of them"):
+        hpdcp.load({"w": torch.ones(1)}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match=r"step_11 is not there. Did you mean .*step_10"):
+        hpdcp.load({"w": torch.ones(1)}, checkpoint_id=tmp_path / "step_11")
+    with pytest.raises(CheckpointNotFoundError, match=r"Did you mean"):
+        hpdcp.load({"w": torch.ones(1)}, checkpoint_id=tmp_path / "step_11", use_collectives=False)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hpdcp
+from hpdcp._format.metadata import FORMAT_VERSION
 from tests.support.command import Command
 from tests.support.data_files import data_file
 from tests.support.huggingface import write_shards
@@ -41,7 +42,7 @@ def test_inspect_shows_a_table_of_everything_and_totals(checkpoint: Path, comman
     table = rows(output)
     assert str(checkpoint) in output
     assert "saved by 1 rank · attempt" in output
-    assert "layout safetensors · format 1.2" in output
+    assert f"layout safetensors · format {FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}" in output
     # The tied name that comes first in the alphabet is the one that stores the bytes.
     assert table["model.head.weight"] == ["float32", "[4,", "4]", "1", "1", "64", "B"]
     assert table["model.layers.10.bias"] == ["float32", "[4]", "1", "1", "16", "B"]
