@@ -41,6 +41,11 @@ def torchrun(ranks: int, script: str, *arguments: str) -> list[str]:
     return [*launcher, script, *arguments]
 
 
+def command(ranks: int, script: str, *arguments: str) -> list[str]:
+    """As `torchrun`, and for one rank the script alone."""
+    return torchrun(ranks, script, *arguments) if ranks > 1 else [sys.executable, script, *arguments]
+
+
 def run(command: Sequence[str], *, timeout: float = 900) -> Figures:
     """What `command` prints after `RESULT `; RuntimeError with the end of its output when it prints none."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")])
