@@ -8,6 +8,8 @@ takes `data_ptr()` for granted.
 from __future__ import annotations
 
 import bisect
+import ctypes
+import sys
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,6 +53,18 @@ def memory_range(tensor: torch.Tensor) -> MemoryRange:
     if not address:
         raise InvalidArgumentError("it has elements and no memory. Make a copy of it with clone() first.")
     return MemoryRange(address, address + count * itemsize)
+
+
+_ALL_OF_IT: Final = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B").toreadonly()
+"""Every address of this process. Cutting a view out of it takes 0.1 us, making one from a tensor 14."""
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """`nbytes` bytes of the host at an address that `memory_range` gave, to be read.
+
+    The view keeps nothing alive: whoever takes it holds the tensor for as long as anybody looks.
+    """
+    return _ALL_OF_IT[address : address + nbytes]
 
 
 class ReadOnlyMemory:

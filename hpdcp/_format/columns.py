@@ -361,6 +361,16 @@ def group_starts(keys: Sequence[npt.NDArray[np.generic]], order: npt.NDArray[np.
     return first
 
 
+def first_rows(chunks: ChunkTable) -> I64:
+    """For each row the first one that is the same box of the same entry."""
+    keys = chunks.sort_keys()
+    order = sort_order(keys)
+    first = group_starts(keys, order)
+    rows = np.empty(len(chunks), dtype=np.int64)
+    rows[order] = order[first][np.cumsum(first) - 1]
+    return rows
+
+
 def strings_to(columns: dict[str, npt.NDArray[np.generic]], name: str, values: StringColumn) -> None:
     """Put `values` into `columns` under `name`."""
     columns[f"{name}.blob"] = values.blob

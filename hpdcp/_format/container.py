@@ -11,6 +11,7 @@ is written bit by bit from the tensors' own memory: the header comes first, and 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,25 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class EntryColumns:
+    """Many entries to be written: the fields of `TensorEntry`, each as a column."""
+
+    keys: Sequence[str]
+    dtype_names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    nbytes: Sequence[int]
+
+    @classmethod
+    def of(cls, entries: Sequence[TensorEntry]) -> EntryColumns:
+        return cls(
+            [entry.key for entry in entries],
+            [entry.dtype_name for entry in entries],
+            [entry.shape for entry in entries],
+            [entry.nbytes for entry in entries],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StoredEntry:
     """One entry of a header that was read."""
 
@@ -122,7 +142,7 @@ def entry_nbytes(dtype_name: str, shape: Sequence[int]) -> int:
 
 
 def build_header(
-    entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, align: int = 4096
+    entries: Sequence[TensorEntry] | EntryColumns, metadata: Mapping[str, str], *, align: int = 4096
 ) -> tuple[bytes, list[int]]:
     """The first bytes of a file that holds `entries` in this order, and the byte of it where each one's data starts.
 
@@ -134,28 +154,25 @@ def build_header(
     """
     if align < 1 or align % 8:
         raise InvalidArgumentError(f"align is {align}; expected a positive multiple of 8.")
-    table: dict[str, object] = {METADATA_KEY: dict(metadata)}
-    starts: list[int] = []
-    end = 0
-    for entry in entries:
-        if entry.key in table:
-            why = "is the format's own name" if entry.key == METADATA_KEY else "is given twice"
-            raise InvalidArgumentError(f"key {entry.key!r} {why}: keys in one file differ and are not reserved.")
-        expected = entry_nbytes(entry.dtype_name, entry.shape)
-        if entry.nbytes != expected:
+    columns = entries if isinstance(entries, EntryColumns) else EntryColumns.of(entries)
+    _check_keys(columns.keys)
+    ends = list(itertools.accumulate(columns.nbytes, initial=0))
+    written: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+    parts = [f'"{METADATA_KEY}":{_TEXT.encode(dict(metadata))}']
+    rows = zip(columns.keys, columns.dtype_names, columns.shapes, columns.nbytes, ends[:-1], ends[1:], strict=True)
+    for key, name, shape, nbytes, start, end in rows:
+        expected, what = written.get((name, shape)) or (-1, "")
+        if expected < 0:
+            expected = entry_nbytes(name, shape)
+            what = f'"dtype":"{name}","shape":{_TEXT.encode(list(shape))}'
+            written[name, shape] = expected, what
+        if nbytes != expected:
             raise InvalidArgumentError(
-                f"key {entry.key!r}: {entry.dtype_name} of shape {entry.shape} is {expected} bytes, "
-                f"but {entry.nbytes} were announced."
+                f"key {key!r}: {name} of shape {shape} is {expected} bytes, but {nbytes} were announced."
             )
-        starts.append(end)
-        table[entry.key] = {
-            "dtype": entry.dtype_name,
-            "shape": list(entry.shape),
-            "data_offsets": [end, end + expected],
-        }
-        end += expected
+        parts.append(f'{_TEXT.encode(key)}:{{{what},"data_offsets":[{start},{end}]}}')
     try:
-        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        text = f"{{{','.join(parts)}}}".encode()
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(
             f"a header cannot hold the lone surrogate in {error.object[max(0, error.start - 20) : error.end + 20]!r}: "
@@ -165,11 +182,24 @@ def build_header(
     padded = data_start - PREFIX_BYTES
     if padded > MAX_HEADER_BYTES:
         raise InvalidArgumentError(
-            f"the header of {len(entries)} entries takes {padded} bytes, over the limit of {MAX_HEADER_BYTES}: "
+            f"the header of {len(columns.keys)} entries takes {padded} bytes, over the limit of {MAX_HEADER_BYTES}: "
             "split the entries over several files."
         )
     header = padded.to_bytes(PREFIX_BYTES, "little") + text.ljust(padded, b" ")
-    return header, [data_start + start for start in starts]
+    return header, [data_start + start for start in ends[:-1]]
+
+
+_TEXT: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    different = set(keys)
+    if len(different) == len(keys) and METADATA_KEY not in different:
+        return
+    for number, key in enumerate(keys):
+        if key == METADATA_KEY or key in keys[:number]:
+            why = "is the format's own name" if key == METADATA_KEY else "is given twice"
+            raise InvalidArgumentError(f"key {key!r} {why}: keys in one file differ and are not reserved.")
 
 
 def header_length(head: Buffer, file_size: int, *, where: str) -> int:

@@ -47,9 +47,15 @@ class StringColumn:
     @classmethod
     def from_strings(cls, strings: Iterable[str]) -> StringColumn:
         """A column of `strings`, in their order."""
-        encoded = [text.encode("utf-8", "surrogatepass") for text in strings]
-        ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), dtype=np.int64)
-        return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
+        texts = [*strings]
+        joined = "".join(texts)
+        if joined.isascii():
+            lengths, data = map(len, texts), joined.encode("ascii")
+        else:
+            encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+            lengths, data = map(len, encoded), b"".join(encoded)
+        ends = np.cumsum(np.fromiter(lengths, np.int64, len(texts)), dtype=np.int64)
+        return cls(np.frombuffer(data, np.uint8), ends)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -64,6 +70,12 @@ class StringColumn:
     def __iter__(self) -> Iterator[str]:
         data = self.blob.tobytes()
         start = 0
+        if data.isascii():
+            text = data.decode("ascii")
+            for end in self.ends.tolist():
+                yield text[start:end]
+                start = end
+            return
         for end in self.ends.tolist():
             yield self._decode(data[start:end])
             start = end

@@ -44,10 +44,10 @@ class SavePlanner(ABC):
     3. `build_global_plan`  the coordinator, once, over all ranks' local plans (skipped on the other ranks; without
                             collectives every rank calls it on its own plan alone)
     4. `finalize_plan`      every rank, with its part of the global plan
-    5. `waves`, and in each `expect`, then `get_parts` / `get_tensor` / `get_bytes`  every rank, once or more for each
-                            item of its final plan, for what it compares with other ranks and for what it sends
-                            them, from one thread; a box may be inside one that this rank planned. `get_checksums`
-                            once at most, after all that
+    5. `waves`, and in each `get_addresses`, `expect`, then `get_parts` / `get_tensor` / `get_bytes`  every rank, once
+                            or more for each item of its final plan, for what it compares with other ranks and for
+                            what it sends them, from one thread; a box may be inside one that this rank planned.
+                            `get_checksums` once at most, after all that
     6. `finish_write`       every rank
 
     Where `cache_key` says on every rank that an earlier plan is right for this state, 2 and 3 are skipped, and
@@ -106,6 +106,15 @@ class SavePlanner(ABC):
         A planner that fetches its state from somewhere can then fetch ahead.
         """
         return
+
+    def get_addresses(self, plan: SavePlan) -> I64:
+        """For each item of `plan`, the address on the host where it lies, row-major and in one piece; 0: ask for it.
+
+        What lies there stays as it is until the next wave, or `finish_write`, and is read without another call: a
+        layout may ask `get_parts` and `get_bytes` only for items that have a 0 here, as all have unless this is
+        overridden. It is for states of so many tensors that a call for each would be what takes time.
+        """
+        return np.zeros(len(plan), dtype=np.int64)
 
     @abstractmethod
     def get_tensor(self, item: WriteItem) -> torch.Tensor:

@@ -140,6 +140,11 @@ class SavePlan:
             np.array([item.nbytes for item in items], dtype=np.int64),
         )
 
+    @cached_property
+    def fqns(self) -> Sequence[str]:
+        """The name of each row of `entries`."""
+        return list(self.entries.fqns)
+
     @property
     def items(self) -> Sequence[WriteItem]:
         """The items in order, each made when it is looked at."""
@@ -157,7 +162,7 @@ class SavePlan:
         """The name of one of `chunks`, which may be other boxes of the same entries."""
         entry = int(chunks.entry[row])
         owner = int(self.entries.owners[entry])
-        return MetadataIndex(self._fqns[entry], *chunks.box(row), None if owner < 0 else owner)
+        return MetadataIndex(self.fqns[entry], *chunks.box(row), None if owner < 0 else owner)
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -262,10 +267,6 @@ class SavePlan:
             redistribution=Redistribution.from_columns(columns) if "sent.entry" in columns else None,
             notes={name.removeprefix("note."): values for name, values in columns.items() if name.startswith("note.")},
         )
-
-    @cached_property
-    def _fqns(self) -> list[str]:
-        return list(self.entries.fqns)
 
 
 class _LazyItems(Sequence[WriteItem]):

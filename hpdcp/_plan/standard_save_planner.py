@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from hpdcp._base import config
 from hpdcp._base.arguments import require_flags
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp._format.columns import Entry, EntryKind
+from hpdcp._format.columns import I64, ChunkTable, EntryKind, concat_chunks
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan._fingerprint import fingerprint
+from hpdcp._plan._local_columns import LocalBoxes, entry_table
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.replica_rules import ReplicaRules
 from hpdcp._plan.replicas import drop_duplicates
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._state import objects
-from hpdcp._state.dtypes import dtype_name
 from hpdcp._state.geometry import Box, intersect, relative
-from hpdcp._state.paths import encode_path
 from hpdcp._state.sharding import LocalChunk, LocalShards, local_shards
+from hpdcp._state.tensor_columns import NOT_A_TENSOR, UNUSUAL, Holding, TensorColumns, tensor_columns
 from hpdcp._state.ties import tie_key
 from hpdcp._state.tree import Leaf, walk
 from hpdcp._state.views import view_of_box
@@ -63,8 +61,10 @@ class StandardSavePlanner(SavePlanner):
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         self._context = context
         self._leaves = walk(state_dict, rank=context.rank)
-        self._tied = tied_names(self._leaves)
-        self._leaf_of = {(leaf.fqn, leaf.owner): leaf for leaf in self._leaves}
+        self._tensors = tensor_columns([leaf.value for leaf in self._leaves])
+        self._tied = tied_names(self._leaves, self._tensors)
+        self._row_of = {(leaf.fqn, leaf.owner): row for row, leaf in enumerate(self._leaves)}
+        self._boxes: LocalBoxes | None = None
         self._shards: dict[tuple[str, int | None], LocalShards] = {}
         self._objects: dict[tuple[str, int | None], bytes] = {}
         self._chunk_of: dict[MetadataIndex, tuple[LocalShards, LocalChunk]] = {}
@@ -75,40 +75,31 @@ class StandardSavePlanner(SavePlanner):
             return None
         if not self._enable_plan_caching or not self._context.collective:
             return None
-        held = fingerprint(self._leaves, self._tied)
+        held = fingerprint(self._leaves, self._tensors, self._tied)
         if held is None:
             return None
         options = (self._remove_redundancy, self._save_to_minimum_rank)
         return (type(self).__qualname__, options, self._context.world_size, self._context.rank, held)
 
     def build_local_plan(self) -> SavePlan:
-        entries: list[Entry] = []
-        items: list[WriteItem] = []
-        for position, leaf in enumerate(self._leaves):
-            path = encode_path(leaf.path)
-            if isinstance(leaf.value, torch.Tensor):
-                shards = self._shards_of(leaf)
-                target = self._tied.get(leaf.fqn, "")
-                kind = EntryKind.ALIAS if target else EntryKind.TENSOR
-                entries.append(
-                    Entry(
-                        leaf.fqn,
-                        path,
-                        kind,
-                        dtype_name(shards.dtype),
-                        shards.global_shape,
-                        leaf.owner,
-                        target,
-                        position,
-                    )
-                )
-                if not target:
-                    items += _tensor_items(leaf, shards)
-            else:
-                index = MetadataIndex(leaf.fqn, owner=leaf.owner)
-                entries.append(Entry(leaf.fqn, path, EntryKind.OBJECT, owner=leaf.owner, position=position))
-                items.append(WriteItem(index, EntryKind.OBJECT, len(self._bytes_of(leaf))))
-        return SavePlan.build(entries, items)
+        holdings, number = self._all_holdings()
+        entries = entry_table(self._leaves, holdings, number, self._tied)
+        stored = np.where(entries.kinds == EntryKind.TENSOR, number, NOT_A_TENSOR)
+        boxes = LocalBoxes.of(self._tensors, holdings, stored)
+        objects = np.flatnonzero(entries.kinds == EntryKind.OBJECT).tolist()
+        values = ChunkTable.from_boxes(objects, [((), ())] * len(objects))
+        lengths = np.array([len(self._bytes_of(self._leaves[row])) for row in objects], dtype=np.int64)
+        both = concat_chunks([boxes.chunks, values])
+        order = np.argsort(both.entry, kind="stable")
+        return SavePlan(entries, both.take(order), np.concatenate([boxes.nbytes, lengths])[order])
+
+    def _all_holdings(self) -> tuple[list[Holding], I64]:
+        """What this rank holds of each leaf: the holdings, and which it is; -1 for a Python value."""
+        holdings, number = list(self._tensors.holdings), self._tensors.number.copy()
+        for row in self._tensors.unusual:
+            number[row] = len(holdings)
+            holdings.append(Holding.of((), self._shards_of(self._leaves[row])))
+        return holdings, number
 
     def build_global_plan(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return drop_duplicates(
@@ -127,9 +118,19 @@ class StandardSavePlanner(SavePlanner):
         nbytes[unknown] = [len(self.get_bytes(plan.item(row))) for row in unknown.tolist()]
         return plan.with_nbytes(nbytes)
 
+    def get_addresses(self, plan: SavePlan) -> I64:
+        kind = type(self)
+        if kind.get_tensor is not StandardSavePlanner.get_tensor or kind.get_parts is not StandardSavePlanner.get_parts:
+            # What they give need not be what is in the state.
+            return super().get_addresses(plan)
+        if self._boxes is None:
+            self._boxes = LocalBoxes.of(self._tensors, self._tensors.holdings, self._tensors.number)
+        rows = self._rows_of(plan)
+        return self._boxes.addresses_of(plan.chunks.with_entry(rows[plan.chunks.entry]), plan.nbytes)
+
     def get_tensor(self, item: WriteItem) -> torch.Tensor:
         index = item.index
-        shards = self._shards_of(self._leaf_of[index.fqn, index.owner])
+        shards = self._shards_of(self._leaf_of(item))
         found = self._chunk_of.get(index)
         if found is not None:
             return shards.view(found[1])
@@ -140,7 +141,16 @@ class StandardSavePlanner(SavePlanner):
         raise InvalidArgumentError(f"the plan has an item that this rank does not hold: {index}.")
 
     def get_bytes(self, item: WriteItem) -> bytes:
-        return self._bytes_of(self._leaf_of[item.index.fqn, item.index.owner])
+        return self._bytes_of(self._leaf_of(item))
+
+    def _leaf_of(self, item: WriteItem) -> Leaf:
+        return self._leaves[self._row_of[item.index.fqn, item.index.owner]]
+
+    def _rows_of(self, plan: SavePlan) -> I64:
+        """For each entry of the plan the row of its leaf; past them all where it is none of this rank's."""
+        owners = (None if owner < 0 else owner for owner in plan.entries.owners.tolist())
+        names = zip(plan.fqns, owners, strict=True)
+        return np.array([self._row_of.get(name, len(self._leaves)) for name in names], dtype=np.int64)
 
     def _shards_of(self, leaf: Leaf) -> LocalShards:
         """Worked out when it is asked for: on a cached plan, only for what this rank writes."""
@@ -160,38 +170,19 @@ class StandardSavePlanner(SavePlanner):
         return data
 
 
-def _tensor_items(leaf: Leaf, shards: LocalShards) -> list[WriteItem]:
-    return [
-        WriteItem(
-            MetadataIndex(leaf.fqn, chunk.box.offsets, chunk.box.sizes, leaf.owner),
-            EntryKind.TENSOR,
-            chunk.box.volume * shards.dtype.itemsize,
-        )
-        for chunk in shards.chunks
-    ]
+def tied_names(leaves: Sequence[Leaf], tensors: TensorColumns) -> dict[str, str]:
+    """fqn → the name it is tied to, for tensors that are the same memory; that name is the first in order.
 
-
-def tied_names(leaves: Sequence[Leaf]) -> dict[str, str]:
-    """fqn → the name it is tied to, for tensors that are the same memory; that name is the first in order."""
-    tensors = [leaf for leaf in leaves if leaf.owner is None and isinstance(leaf.value, torch.Tensor)]
-    addresses = [_address(leaf.value) for leaf in tensors]
-    # Same memory starts at the same address; telling more of every tensor would cost several times as much.
-    often = Counter(addresses)
-    groups: dict[Any, list[str]] = {}
-    for leaf, address in zip(tensors, addresses, strict=True):
-        if often[address] > 1:
-            tie = tie_key(leaf.value)
-            if tie is not None:
-                groups.setdefault(tie, []).append(leaf.fqn)
+    `tensors` has a row for each leaf.
+    """
+    # Same memory starts at the same address; telling more of every tensor would cost several times as much. Of unusual
+    # ones no address is known, so they are all looked at.
+    _, inverse, often = np.unique(tensors.memory, return_inverse=True, return_counts=True)
+    candidates = (often[inverse] > 1) & (tensors.memory != 0) | (tensors.number == UNUSUAL)
+    groups: dict[Hashable, list[str]] = {}
+    for row in np.flatnonzero(candidates).tolist():
+        leaf = leaves[row]
+        tie = tie_key(leaf.value) if leaf.owner is None else None
+        if tie is not None:
+            groups.setdefault(tie, []).append(leaf.fqn)
     return {name: min(names) for names in groups.values() if len(names) > 1 for name in names if name != min(names)}
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Where its local memory starts; 0 for what has none, and for classes that may not tell."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(local) is not torch.Tensor and type(local) is not torch.nn.Parameter:
-        return 0
-    try:
-        return local.data_ptr()
-    except RuntimeError:
-        return 0

@@ -18,7 +18,7 @@ from hpdcp._format.columns import (
     column,
     concat_chunks,
     ends_of,
-    group_starts,
+    first_rows,
     group_tables,
     sort_order,
     starts_of,
@@ -237,13 +237,7 @@ def _tied_boxes(metadata: Metadata, locals_: Sequence[SavePlan], rows: Sequence[
 def _match(chunks: ChunkTable, held: ChunkTable) -> tuple[I64, ChunkTable]:
     """For each of `held` the first row of `chunks` that is the same box, or a row past these of the returned boxes."""
     both = concat_chunks([chunks, held])
-    keys = both.sort_keys()
-    order = sort_order(keys)
-    first = group_starts(keys, order)
-    heads = order[first][np.cumsum(first) - 1]
-    same = np.empty(len(both), dtype=np.int64)
-    same[order] = heads
-    rows = same[len(chunks) :]
+    rows = first_rows(both)[len(chunks) :]
     others = rows >= len(chunks)
     distinct, numbers = np.unique(rows[others], return_inverse=True)
     rows[others] = len(chunks) + numbers

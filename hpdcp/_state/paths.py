@@ -102,6 +102,24 @@ def encode_path(path: Sequence[Hashable]) -> str:
     return dumps(steps)
 
 
+def encode_paths(paths: Sequence[Path]) -> list[str]:
+    """`encode_path` of each; what a key and its kind are written as is worked out once."""
+    known: dict[tuple[str | int, str], str] = {}
+    found: list[str] = []
+    for path in paths:
+        steps: list[str] = []
+        for key, kind in zip(path, path.kinds, strict=True):
+            if not (isinstance(key, (str, int)) and type(key) in (str, int)):
+                # It may be equal to a key that is written otherwise, as True is to 1.
+                break
+            step = known.get((key, kind))
+            if step is None:
+                step = known[key, kind] = encode_path(Path((key,), (kind,)))[1:-1]
+            steps.append(step)
+        found.append(f"[{','.join(steps)}]" if len(steps) == len(path) else encode_path(path))
+    return found
+
+
 def decode_path(text: str) -> Path:
     """The path that `encode_path` made `text` from; CorruptCheckpointError for anything else."""
     try:

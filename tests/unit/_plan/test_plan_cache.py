@@ -21,7 +21,8 @@ from hpdcp._plan.plan_cache import PLANS, CachedPlan, PlanCache
 from hpdcp._plan.planner import PlannerContext
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._state.sharding import LocalShards, local_shards
-from hpdcp._state.tree import walk
+from hpdcp._state.tensor_columns import TensorColumns, tensor_columns
+from hpdcp._state.tree import Leaf, walk
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +36,14 @@ def cached(number: int) -> CachedPlan:
     return CachedPlan(number, b"local", b"part", None)
 
 
-def print_of(state: Mapping[str, Any], rank: int = 0) -> bytes | None:
+def walked(state: Mapping[str, Any], rank: int = 0) -> tuple[list[Leaf], TensorColumns]:
     leaves = walk(state, rank=rank)
-    return fingerprint(leaves, standard_save_planner.tied_names(leaves))
+    return leaves, tensor_columns([leaf.value for leaf in leaves])
+
+
+def print_of(state: Mapping[str, Any], rank: int = 0) -> bytes | None:
+    leaves, tensors = walked(state, rank)
+    return fingerprint(leaves, tensors, standard_save_planner.tied_names(leaves, tensors))
 
 
 class TestTheCache:
@@ -138,10 +144,10 @@ class TestTheFingerprint:
 
     def test_views_that_only_start_alike_are_not_tied(self) -> None:
         whole = torch.zeros(8)
-        assert standard_save_planner.tied_names(walk({"a": whole, "b": whole[:4], "c": whole.view(2, 4)}, rank=0)) == {}
+        assert standard_save_planner.tied_names(*walked({"a": whole, "b": whole[:4], "c": whole.view(2, 4)})) == {}
 
     def test_tensors_without_elements_are_not_tied(self) -> None:
-        assert standard_save_planner.tied_names(walk({"a": torch.zeros(0), "b": torch.zeros(0)}, rank=0)) == {}
+        assert standard_save_planner.tied_names(*walked({"a": torch.zeros(0), "b": torch.zeros(0)})) == {}
 
     def test_the_box_of_a_plain_tensor_counts(self) -> None:
         def rows(start: int, total: int) -> dict[str, torch.Tensor]:
