@@ -114,7 +114,9 @@ def encode_paths(paths: Sequence[Path]) -> list[str]:
                 break
             step = known.get((key, kind))
             if step is None:
-                step = known[key, kind] = encode_path(Path((key,), (kind,)))[1:-1]
+                plain = kind == _DICT and isinstance(key, str) and key.isascii()
+                step = dumps(key) if plain else encode_path(Path((key,), (kind,)))[1:-1]
+                known[key, kind] = step
             steps.append(step)
         found.append(f"[{','.join(steps)}]" if len(steps) == len(path) else encode_path(path))
     return found
