@@ -10,6 +10,7 @@ where the leaves were. Asks no other rank and touches no storage.
     `coverage`    whether boxes cover another one
     `box_index`   which of many boxes meet one
     `sharding`    the chunks that a rank holds of a tensor
+    `tensor_columns` what a rank holds of many tensors, gathered in one pass
     `ragged`      placements that divide unevenly
     `overlaps`    which tensors share elements in memory
     `ties`        which tensors are the same memory
