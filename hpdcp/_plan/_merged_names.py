@@ -29,6 +29,7 @@ from hpdcp._format.columns import (
 )
 from hpdcp._format.strings import StringColumn
 from hpdcp._plan.save_plan import SavePlan
+from hpdcp._state.mismatches import optimizer_advice
 from hpdcp._state.paths import decode_path
 from hpdcp._state.wrappers import leads_into_wrapper, rows_in_wrappers
 
@@ -193,8 +194,9 @@ def _check_agreement(tables: _Tables, names: _Names) -> None:
     if complaints:
         count = int(wrong.sum())
         more = f"; and {count - len(complaints)} more" if count > len(complaints) else ""
+        advice = optimizer_advice(every.fqns[row] for row in np.flatnonzero(wrong)[:_MOST_NAMED].tolist())
         raise StateDictError(
-            f"ranks disagree on {count} keys: {'; '.join(complaints)}{more}. Give different things "
+            f"ranks disagree on {count} keys: {'; '.join(complaints)}{more}. {advice}Give different things "
             "different keys, or mark state that differs on every rank with PerRank."
         )
 

@@ -5,25 +5,29 @@ Every holder of a box reports checksums of it, unless the coordinator has them f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hpdcp._base.errors import ReplicaMismatchError, StateDictError
-from hpdcp._format.columns import I64, EntryKind, column, ends_of, starts_of, take_runs
+from hpdcp._format.columns import I64, Columns, EntryKind, column, ends_of, starts_of, take_runs
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import Metadata, StorageTable
 from hpdcp._plan.replica_rules import ALL, OFF, ReplicaRules
 from hpdcp._plan.samples import SAMPLE_BYTES
 from hpdcp._plan.save_plan import ComparedBoxes, SavePlan
 from hpdcp._plan.whole_plan import TiedBoxes, WholePlan
+from hpdcp._state.comparable import difference
 from hpdcp._state.coverage import missing
 from hpdcp._state.geometry import Box
-from hpdcp._state.mismatches import listed
+from hpdcp._state.mismatches import listed, optimizer_advice
 
 _MOST_NAMED: Final = 20
+_MOST_EXPLAINED: Final = 5
+"""Python values of which one error says how they differ."""
 
 
 def boxes_to_compare(whole: WholePlan, locals_: Sequence[SavePlan], rules: ReplicaRules) -> list[ComparedBoxes]:
@@ -86,7 +90,8 @@ def _known_by_write(
     held: I64, is_object: npt.NDArray[np.bool_], in_full: npt.NDArray[np.bool_], nbytes: I64, stored: int
 ) -> npt.NDArray[np.bool_]:
     """Of which boxes the write gives the very checksums that are compared."""
-    found: npt.NDArray[np.bool_] = (held < stored) & (in_full | (nbytes <= SAMPLE_BYTES)) & (nbytes > 0) | is_object
+    # Values that are equal need not be stored as equal bytes.
+    found: npt.NDArray[np.bool_] = (held < stored) & (in_full | (nbytes <= SAMPLE_BYTES)) & (nbytes > 0) & ~is_object
     return found
 
 
@@ -94,19 +99,34 @@ class ReplicaReport:
     """Checksums of what one rank holds and others do too."""
 
     def __init__(
-        self, rows: I64, in_full: npt.NDArray[np.uint8], nbytes: I64, crc_ends: I64, crcs: npt.NDArray[np.uint32]
+        self,
+        rows: I64,
+        in_full: npt.NDArray[np.uint8],
+        nbytes: I64,
+        crc_ends: I64,
+        crcs: npt.NDArray[np.uint32],
+        values: Mapping[int, bytes],
     ) -> None:
         self.rows = rows
         """Of the rank's local plan."""
         self.in_full = in_full
         """1 where the checksums are those of all blocks, 0 where they are of samples."""
         self.nbytes = nbytes
+        """Of a Python value the length of what is compared of it."""
         self.crc_ends = crc_ends
         self.crcs = crcs
+        self.values = values
+        """Encodings of some small Python values, by row."""
 
     @classmethod
     def build(
-        cls, rows: Sequence[int], checksums: Sequence[Sequence[int]], nbytes: Sequence[int], *, in_full: int
+        cls,
+        rows: Sequence[int],
+        checksums: Sequence[Sequence[int]],
+        nbytes: Sequence[int],
+        *,
+        in_full: int,
+        values: Mapping[int, bytes] = MappingProxyType({}),
     ) -> ReplicaReport:
         """`in_full`: of so many rows, the first ones, the checksums are of all blocks."""
         return cls(
@@ -115,6 +135,7 @@ class ReplicaReport:
             np.array(nbytes, dtype=np.int64),
             ends_of(np.array([len(crcs) for crcs in checksums], dtype=np.int64)),
             np.array([crc for crcs in checksums for crc in crcs], dtype=np.uint32),
+            values,
         )
 
     @classmethod
@@ -128,6 +149,9 @@ class ReplicaReport:
             "nbytes": self.nbytes,
             "crc.ends": self.crc_ends,
             "crcs": self.crcs,
+            "value.rows": np.array([*self.values], dtype=np.int64),
+            "value.ends": ends_of(np.array([len(data) for data in self.values.values()], dtype=np.int64)),
+            "values": np.frombuffer(b"".join(self.values.values()), dtype=np.uint8),
         }
         return pack_columns(columns, {})
 
@@ -140,7 +164,16 @@ class ReplicaReport:
             column(columns, "nbytes", np.int64),
             column(columns, "crc.ends", np.int64),
             column(columns, "crcs", np.uint32),
+            _values_in(columns),
         )
+
+
+def _values_in(columns: Columns) -> Mapping[int, bytes]:
+    data = column(columns, "values", np.uint8).tobytes()
+    ends = column(columns, "value.ends", np.int64)
+    spans = zip(starts_of(ends).tolist(), ends.tolist(), strict=True)
+    rows = column(columns, "value.rows", np.int64).tolist()
+    return {row: data[start:end] for row, (start, end) in zip(rows, spans, strict=True)}
 
 
 def check_replicas(
@@ -192,7 +225,9 @@ def check_replicas(
         _, theirs = take_runs(all_ends, reference[same])
         wrong[same] = np.logical_or.reduceat(crcs[mine] != all_crcs[theirs], starts_of(ends))
     if wrong.any():
-        raise _mismatch(whole, held, ranks, known, same_box, wrong)
+        values = {(rank, row): data for rank, report in enumerate(reports) for row, data in report.values.items()}
+        said = [values.get((rank, row)) for rank, row in zip(ranks.tolist(), rows[source].tolist(), strict=True)]
+        raise _mismatch(whole, held, ranks, known, same_box, wrong, said)
 
 
 def _reported_again(ties: TiedBoxes, rows: I64, ranks: I64) -> tuple[I64, I64]:
@@ -208,22 +243,36 @@ def _reported_again(ties: TiedBoxes, rows: I64, ranks: I64) -> tuple[I64, I64]:
 
 
 def _mismatch(
-    whole: WholePlan, held: I64, ranks: I64, known: npt.NDArray[np.bool_], same_box: I64, wrong: npt.NDArray[np.bool_]
+    whole: WholePlan,
+    held: I64,
+    ranks: I64,
+    known: npt.NDArray[np.bool_],
+    same_box: I64,
+    wrong: npt.NDArray[np.bool_],
+    values: Sequence[bytes | None],
 ) -> ReplicaMismatchError:
+    """What is `wrong` among what was reported, `values` for some of which are there."""
     boxes, names, writers = whole.boxes, whole.metadata.entries.fqns, whole.writers()
     found: dict[str, dict[int, set[int]]] = {}
+    how: dict[str, str] = {}
     for row in np.flatnonzero(wrong).tolist():
-        other = int(writers[held[row]]) if known[row] else int(ranks[same_box[row]])
+        first = int(same_box[row])
+        other = int(writers[held[row]]) if known[row] else int(ranks[first])
         name = names[int(boxes.entry[held[row]])]
         found.setdefault(name, {}).setdefault(other, set()).add(int(ranks[row]))
+        mine, theirs = values[row], values[first]
+        if mine is not None and theirs is not None and name not in how and len(how) < _MOST_EXPLAINED:
+            said = difference(mine, theirs, key=name)
+            how[name] = f": {said}" if said else ""
     keys = [
-        f"{name!r} ({'; '.join(f'{_ranks(who)} from rank {other}' for other, who in differing.items())})"
+        f"{name!r} ({'; '.join(f'{_ranks(who)} from rank {other}' for other, who in differing.items())}"
+        f"{how.get(name, '')})"
         for name, differing in found.items()
     ]
     return ReplicaMismatchError(
         f"{len(found)} {'key is' if len(found) == 1 else 'keys are'} not the same on all ranks that hold them: "
         f"{listed(keys, most=_MOST_NAMED, separator=', ')}. Nothing was published, since one rank's value would have "
-        "stood for all. " + REMEDIES
+        f"stood for all. {optimizer_advice(found)}{REMEDIES}"
     )
 
 

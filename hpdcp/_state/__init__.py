@@ -6,6 +6,7 @@ where the leaves were. Asks no other rank and touches no storage.
     `tree`        walking a state dict, and putting values back
     `paths`       where a value lies, as keys and as text
     `objects`     Python values as bytes, and back without running code
+    `comparable`  whether two values are the same, and where they differ
     `geometry`    boxes of integers
     `coverage`    whether boxes cover another one
     `box_index`   which of many boxes meet one

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import re
+from collections.abc import Iterable, Sequence, Set
 from enum import Enum
 from typing import Final
 
@@ -21,6 +22,13 @@ _MOST_NAMED: Final = 50
 """Names that one warning spells out."""
 _MOST_REFUSED: Final = 1000
 """Keys that one error spells out for each way not to fit: all that somebody could still read."""
+
+
+_OPTIMIZER_KEY: Final = re.compile(r"(^|\.)(param_groups($|\.)|state\.[0-9]+\.)")
+
+
+_EXTRA_STATE: Final = "_extra_state"
+"""What a module's `get_extra_state()` is called in its state dict."""
 
 
 class Mismatch(Enum):
@@ -92,13 +100,22 @@ class Problems:
         self._found |= {kind: [] for kind in kinds}
         return keys
 
+    def _extra_state_advice(self, kind: Mismatch) -> str:
+        """How to load without what modules such as those of Transformer Engine keep, which need not fit."""
+        if not any(key.endswith(_EXTRA_STATE) for key, _ in self._found[kind]):
+            return ""
+        return (
+            "Extra states of modules may be of another size in another version, and can be left out: load into "
+            f'{{k: v for k, v in model.state_dict().items() if not k.endswith("{_EXTRA_STATE}")}}. '
+        )
+
     def raise_if_any(self) -> None:
         """One error with everything; of the closest class when there is only one kind of problem."""
         found = {kind: [text for _, text in keys] for kind, keys in self._found.items() if keys}
         if found:
             lines = [
                 f"{len(texts)} keys {kind.what}: {listed(texts, most=_MOST_REFUSED)}.{self._notes.get(kind, '')} "
-                f"{kind.advice}"
+                f"{self._extra_state_advice(kind)}{kind.advice}"
                 for kind, texts in found.items()
             ]
             raise (next(iter(found)).error if len(found) == 1 else LoadMismatchError)("; ".join(lines))
@@ -108,3 +125,14 @@ def listed(texts: Sequence[str], *, most: int = _MOST_NAMED, separator: str = ",
     """The texts as one, the first few spelled out."""
     more = f"{separator}and {len(texts) - most} more" if len(texts) > most else ""
     return separator.join(texts[:most]) + more
+
+
+def optimizer_advice(keys: Iterable[str]) -> str:
+    """A sentence for keys of optimizers that number or list other parameters on other ranks; empty for others."""
+    if not any(_OPTIMIZER_KEY.search(key) for key in keys):
+        return ""
+    return (
+        "Optimizers of ranks with other parameters (pipeline stages, experts) number or list these alike: save "
+        "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)), "
+        "whose names are the parameters'. "
+    )

@@ -170,11 +170,22 @@ def _pack(tree: Json, attachments: list[Attachment]) -> bytes:
     return b"".join([header, *(each.data for _, each in order)])
 
 
-def _unpack(data: memoryview, key: str, allow_pickle: bool) -> Any:
-    header = parse_header(data, len(data), where=f"the stored value of {key!r}")
+def parts_of(data: bytes) -> tuple[str, list[memoryview]]:
+    """The typed JSON of what `encode` made, no pickle, and the attachments that it names by number."""
+    if data[0] != _CONTAINER:
+        return str(data, "utf-8"), []
+    return _opened(memoryview(data), "a value")
+
+
+def _opened(data: memoryview, what: str) -> tuple[str, list[memoryview]]:
+    header = parse_header(data, len(data), where=what)
     found = {entry.key: data[entry.offset : entry.offset + entry.nbytes] for entry in header.entries}
-    attachments = [found[str(index)] for index in range(len(found))]
-    return loads(header.metadata[_TREE], attachments, import_classes=allow_pickle)
+    return header.metadata[_TREE], [found[str(index)] for index in range(len(found))]
+
+
+def _unpack(data: memoryview, key: str, allow_pickle: bool) -> Any:
+    tree, attachments = _opened(data, f"the stored value of {key!r}")
+    return loads(tree, attachments, import_classes=allow_pickle)
 
 
 def _pickle(value: object, key: str, kind: str) -> EncodedObject:

@@ -171,3 +171,18 @@ def test_a_location_without_a_checkpoint_is_told_from_the_ones_near_it(tmp_path:
         hpdcp.load({"w": torch.ones(1)}, checkpoint_id=tmp_path / "step_11")
     with pytest.raises(CheckpointNotFoundError, match=r"Did you mean"):
         hpdcp.load({"w": torch.ones(1)}, checkpoint_id=tmp_path / "step_11", use_collectives=False)
+
+
+def test_extra_states_that_do_not_fit_may_be_left_out(tmp_path: Path) -> None:
+    stored = {"fp8": {"w": torch.ones(2), "_extra_state": torch.ones(7, dtype=torch.uint8)}}
+    hpdcp.save({"model": stored}, checkpoint_id=tmp_path)
+    for extra, kind in ((torch.zeros(9, dtype=torch.uint8), ShapeMismatchError), (None, LoadMismatchError)):
+        target = {"model": {"fp8": {"w": torch.zeros(2), "_extra_state": extra}}}
+        with pytest.raises(kind, match=r'k\.endswith\("_extra_state"\)'):
+            hpdcp.load(target, checkpoint_id=tmp_path)
+    hpdcp.save({"model": {"fp8": {"w": torch.ones(2)}}}, checkpoint_id=tmp_path / "without")
+    with pytest.raises(MissingKeysError, match=r'k\.endswith\("_extra_state"\)'):
+        hpdcp.load(target, checkpoint_id=tmp_path / "without")
+    with pytest.raises(MissingKeysError) as caught:
+        hpdcp.load({"model": {"extra": torch.ones(1)}}, checkpoint_id=tmp_path)
+    assert "endswith" not in str(caught.value)

@@ -12,7 +12,7 @@ import torch
 
 from hpdcp import StandardSavePlanner
 from hpdcp._base.config import ReplicaCheck
-from hpdcp._base.errors import ReplicaMismatchError
+from hpdcp._base.errors import ReplicaMismatchError, StateDictError
 from hpdcp._devices.byte_pieces import byte_pieces
 from hpdcp._engine._replica_checksums import replica_report
 from hpdcp._format.checksums import block_checksums
@@ -271,3 +271,47 @@ def test_a_name_that_is_tied_to_one_that_may_differ_may_differ_itself() -> None:
         mean = torch.full((100_000,), float(rank))
         states.append({"bn.mean": mean, "also": mean if rank == 0 else torch.zeros(100_000), "w": torch.ones(3)})
     compare(states, {"bn.*": "off"})
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_python_values_are_compared_by_what_they_mean(large: bool) -> None:
+    filler = {"filler": ["x" * 100_000]} if large else {}
+    values = [[{"a": 1, "b": 0.0, "c": {1, 2}}], [{"c": {2, 1}, "b": -0.0, "a": 1}], [{"b": 0.0, "a": 1, "c": {1, 2}}]]
+    compare([{"v": [*value, filler], "n": float("nan")} for value in values])
+
+
+@pytest.mark.parametrize("odd", range(3))
+def test_how_python_values_differ_is_said(odd: int) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        lr = 0.2 if rank == odd else 0.1
+        return {"groups": [{"name": "x", "lr": lr}], "step": 4 if rank == odd else 3, "same": [1]}
+
+    with pytest.raises(ReplicaMismatchError) as caught:
+        compare([state(rank) for rank in range(3)])
+    if odd:
+        assert f"'groups' (rank {odd} from rank 0: 0.2 and 0.1 at [0]['lr'])" in str(caught.value)
+        assert f"'step' (rank {odd} from rank 0: 4 and 3)" in str(caught.value)
+    else:
+        assert "'step' (ranks 1, 2 from rank 0: 3 and 4)" in str(caught.value)
+    assert "'same'" not in str(caught.value)
+
+
+def test_of_many_or_large_values_that_they_differ_is_all_that_is_said() -> None:
+    states = [{f"v{n:03}": [f"{rank} of {n}" * 100] for n in range(60)} for rank in range(2)]
+    with pytest.raises(ReplicaMismatchError, match=r"'v000' \(rank 1 from .*: '1 of 0.*'v005' \(rank 1 from rank 0\)"):
+        compare(states)
+    with pytest.raises(ReplicaMismatchError, match=r"'v' \(rank 1 from rank 0\)"):
+        compare([{"v": [str(rank) * 3000]} for rank in range(2)])
+
+
+def test_optimizers_of_other_parameters_are_told_to_save_names() -> None:
+    for key in ("param_groups", "optim.param_groups"):
+        name, _, inner = key.rpartition(".")
+        states = [{name: {inner: [{"params": [f"layers.{rank}"]}]}} if name else {inner: [rank]} for rank in range(2)]
+        with pytest.raises(ReplicaMismatchError, match=r"flatten_optimizer_state_dict=True"):
+            compare(states)
+    with pytest.raises(StateDictError, match=r"'opt\.state\.0\.m' .*flatten_optimizer_state_dict=True"):
+        compare([{"opt": {"state": {0: {"m": torch.ones(rank + 2)}}}} for rank in range(2)])
+    with pytest.raises(ReplicaMismatchError) as caught:
+        compare([{"state": rank, "stated.0.x": rank} for rank in range(2)])
+    assert "flatten" not in str(caught.value)
