@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Final
 
 from hpdcp._format.metadata import Metadata
@@ -14,6 +16,20 @@ from hpdcp._state.paths import decode_path, path_below
 _MOST_HINTED: Final = 20
 """Names that near ones are looked up for: each costs milliseconds, and thousands may be missing."""
 _MOST_COMPARED: Final = 300
+
+
+_WRAPPERS: Final = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""What torch.compile, DDP, activation checkpointing and FSDP put into the names of what they wrap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What missing names and stored ones differ by."""
+
+    how: str
+    """How they are stored: "without 'model.' in front"."""
+    stored: Mapping[str, str]
+    """Of those that it explains, the name under which each is stored."""
 
 
 class StoredNames:
@@ -55,24 +71,47 @@ class StoredNames:
         self._hinted += 1
         if self._hinted > _MOST_HINTED:
             return repr(fqn)
-        near = difflib.get_close_matches(fqn, self._lookalikes(fqn), n=2, cutoff=0.6)
+        near = difflib.get_close_matches(fqn, dict.fromkeys(self._lookalikes(fqn)), n=2, cutoff=0.6)
         return f"{fqn!r}" + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
 
-    def prefix_hint(self, fqns: Sequence[str]) -> str:
-        """A sentence on the one prefix by which most of these names differ from stored ones; empty: there is none."""
-        names = set(self._all_names()) if len(fqns) > 1 else set()
-        best, said = 0, ""
-        for prefix in dict.fromkeys(self._prefixes_near(fqns)) if names else ():
-            without = sum(fqn.startswith(prefix) and fqn.removeprefix(prefix) in names for fqn in fqns)
-            added = sum(prefix + fqn in names for fqn in fqns)
-            for count, how in ((without, "without"), (added, "with")):
-                if count > best:
-                    best, said = count, f"{count} of the {len(fqns)} are stored {how} {prefix!r} in front."
-        return said if 2 * best > len(fqns) else ""
+    def cause(self, missing: Sequence[str]) -> Cause | None:
+        """What most of the missing names and the stored ones differ by; None where there is no such thing."""
+        if len(missing) < 2:
+            return None
+        names = set(self._all_names())
+        best: Cause | None = None
+        for how, renamed in self._renamings(missing, names):
+            stored = {fqn: name for fqn in missing if (name := renamed(fqn)) is not None}
+            if 2 * len(stored) > max(len(missing), 2 * len(best.stored) if best else 0):
+                best = Cause(how, stored)
+        return best
+
+    def _renamings(self, missing: Sequence[str], names: Set[str]) -> Iterator[tuple[str, Callable[[str], str | None]]]:
+        """Ways in which names of one model come to differ, each with what gives a missing name's stored one."""
+
+        def without(prefix: str, fqn: str) -> str | None:
+            name = fqn.removeprefix(prefix)
+            return name if name != fqn and name in names else None
+
+        def below(prefix: str, fqn: str) -> str | None:
+            return prefix + fqn if prefix + fqn in names else None
+
+        def unwrapped(part: str, fqn: str) -> str | None:
+            name = _unwrapped(fqn, part)
+            return name if name != fqn and name in names else None
+
+        for prefix in dict.fromkeys(self._prefixes_near(missing)):
+            yield f"without {prefix!r} in front", functools.partial(without, prefix)
+            yield f"with {prefix!r} in front", functools.partial(below, prefix)
+        for part in _WRAPPERS:
+            yield f"without {part + '.'!r}", functools.partial(unwrapped, part)
+            wrapped = {name: found for found in names if (name := _unwrapped(found, part)) != found}
+            if wrapped:
+                yield f"with {part + '.'!r}", wrapped.get
 
     def _prefixes_near(self, fqns: Sequence[str]) -> Iterator[str]:
         """What stands before other components in a few of the names, and before a few of them in stored names."""
-        for fqn in {fqns[0], fqns[len(fqns) // 2], fqns[-1]}:
+        for fqn in dict.fromkeys([fqns[0], fqns[len(fqns) // 2], fqns[-1]]):
             yield from (fqn[: place + 1] for place, char in enumerate(fqn) if char == ".")
             longer = (name for name in self._all_names() if name.endswith(f".{fqn}"))
             yield from (name.removesuffix(fqn) for name in itertools.islice(longer, 3))
@@ -105,3 +144,12 @@ class StoredNames:
             # Sorted: UTF-8 and Python order strings alike.
             self._names = list(self._metadata.state_dict_metadata)
         return self._names
+
+
+def _unwrapped(fqn: str, part: str) -> str:
+    """The name without a component, wherever it stands.
+
+    >>> _unwrapped("model._orig_mod.layers.0.module.w", "_orig_mod")
+    'model.layers.0.module.w'
+    """
+    return ".".join(each for each in fqn.split(".") if each != part) if part in fqn else fqn

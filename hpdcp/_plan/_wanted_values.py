@@ -12,7 +12,7 @@ from hpdcp._base.errors import LoadMismatchError, MissingKeysError, ShapeMismatc
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan.load_plan import ReadItem
-from hpdcp._state.mismatches import listed
+from hpdcp._state.mismatches import keys_that, listed
 from hpdcp._state.paths import Keys
 from hpdcp._state.tree import Leaf, pick
 
@@ -97,8 +97,9 @@ class WantedValues:
                 self._granted.append((wish.take, found))
         if lost and not partial:
             first = next(iter(lost.values()))
+            count = keys_that(len(lost), "are not in the checkpoint")
             raise MissingKeysError(
-                f"{len(lost)} keys are not in the checkpoint: {listed([*map(repr, lost)])} ({index.fqn!r}: {first}) "
+                f"{count}: {listed([*map(repr, lost)])} ({index.fqn!r}: {first}) "
                 "Correct their names, or load what is there with StandardLoadPlanner(allow_partial_load=True)."
             )
         return list(lost)

@@ -219,7 +219,9 @@ class StandardLoadPlanner(LoadPlanner):
         model ties, Hugging Face's files hold one."""
         tied = {fqn for fqn, tie in self._absent.items() if tie is not None and self._targets.is_filled(tie)}
         self._problems.withdraw(Mismatch.MISSING, tied)
-        self._problems.note(Mismatch.MISSING, self._names.prefix_hint([fqn for fqn in self._absent if fqn not in tied]))
+        cause = self._names.cause(self._problems.keys(Mismatch.MISSING))
+        if cause is not None:
+            self._problems.explain(Mismatch.MISSING, f"are stored {cause.how}", cause.stored)
 
     def _note_hole(self, fqn: str, want: Box, overlaps: Sequence[tuple[int, Box, Box]]) -> bool:
         hole = missing(want, [part for _, _, part in overlaps])

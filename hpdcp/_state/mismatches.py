@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import Enum
 from typing import Final
 
@@ -22,6 +22,8 @@ _MOST_NAMED: Final = 50
 """Names that one warning spells out."""
 _MOST_REFUSED: Final = 1000
 """Keys that one error spells out for each way not to fit: all that somebody could still read."""
+_FEW: Final = 3
+"""Of keys that have one cause."""
 
 
 _OPTIMIZER_KEY: Final = re.compile(r"(^|\.)(param_groups($|\.)|state\.[0-9]+\.)")
@@ -53,7 +55,7 @@ class Mismatch(Enum):
     )
     CLASS = (
         LoadMismatchError,
-        "are tensors of a class that is not the target's",
+        "are stored as a tensor class that is not the target's",
         "What the tensors inside mean only that class knows: make these targets as they were when they were saved.",
     )
     WORLD = (
@@ -63,7 +65,7 @@ class Mismatch(Enum):
     )
     TIED = (
         LoadMismatchError,
-        "share their memory with another key, and the two stored tensors differ",
+        "share memory with another key, and the two stored tensors differ",
         "Untie the targets, or load one of the two names.",
     )
     REFUSED = (UnsupportedTypeError, "cannot be loaded into", "Materialise or copy these targets first.")
@@ -79,7 +81,7 @@ class Problems:
 
     def __init__(self) -> None:
         self._found: dict[Mismatch, list[tuple[str, str]]] = {kind: [] for kind in Mismatch}
-        self._notes: dict[Mismatch, str] = {}
+        self._explained: dict[Mismatch, tuple[str, Mapping[str, str]]] = {}
 
     def add(self, kind: Mismatch, key: str, text: str) -> None:
         """Note that `key` does not fit; `text` is what an error says of it, its name included."""
@@ -89,10 +91,13 @@ class Problems:
         """These keys fit after all."""
         self._found[kind] = [(key, text) for key, text in self._found[kind] if key not in keys]
 
-    def note(self, kind: Mismatch, text: str) -> None:
-        """Add `text`, a sentence about all keys of a kind, to what an error says of them."""
-        if text:
-            self._notes[kind] = f" {text}"
+    def keys(self, kind: Mismatch) -> list[str]:
+        """The keys that do not fit in this way, each once."""
+        return list(dict.fromkeys(key for key, _ in self._found[kind]))
+
+    def explain(self, kind: Mismatch, how: str, stored: Mapping[str, str]) -> None:
+        """What most keys of a kind have in common, which an error says first: `stored` has the right name of each."""
+        self._explained[kind] = how, stored
 
     def forgive(self, *kinds: Mismatch) -> tuple[str, ...]:
         """Forget these kinds, and say which keys they were about."""
@@ -111,14 +116,35 @@ class Problems:
 
     def raise_if_any(self) -> None:
         """One error with everything; of the closest class when there is only one kind of problem."""
-        found = {kind: [text for _, text in keys] for kind, keys in self._found.items() if keys}
+        found = [kind for kind, keys in self._found.items() if keys]
         if found:
-            lines = [
-                f"{len(texts)} keys {kind.what}: {listed(texts, most=_MOST_REFUSED)}.{self._notes.get(kind, '')} "
-                f"{self._extra_state_advice(kind)}{kind.advice}"
-                for kind, texts in found.items()
-            ]
-            raise (next(iter(found)).error if len(found) == 1 else LoadMismatchError)("; ".join(lines))
+            raise (found[0].error if len(found) == 1 else LoadMismatchError)("; ".join(map(self._said, found)))
+
+    def _said(self, kind: Mismatch) -> str:
+        texts = dict(self._found[kind])
+        how, stored = self._explained.get(kind, ("", {}))
+        pairs = [f"{key!r} (as {stored[key]!r})" for key in texts if key in stored]
+        others = [text for key, text in texts.items() if key not in stored]
+        if not pairs:
+            said = f"{keys_that(len(others), kind.what)}: {listed(others, most=_MOST_REFUSED)}."
+            return f"{said} {self._extra_state_advice(kind)}{kind.advice}"
+        count = f"{len(pairs)} of the {len(texts)}" if others else f"All {len(texts)}"
+        said = f"{count} keys that {kind.what} {how}: {listed(pairs, most=_FEW)}."
+        if not others:
+            return f"{said} Name the targets as they are stored."
+        return f"{said} The others: {listed(others, most=_MOST_REFUSED)}. {self._extra_state_advice(kind)}{kind.advice}"
+
+
+def keys_that(count: int, what: str) -> str:
+    """
+    >>> keys_that(1, "are stored twice"), keys_that(2, "hold codes")
+    ('1 key is stored twice', '2 keys hold codes')
+    """
+    verb, _, rest = what.partition(" ")
+    return f"{count} keys {what}" if count != 1 else f"1 key {_SINGULAR.get(verb, verb)} {rest}"
+
+
+_SINGULAR: Final = {"are": "is", "hold": "holds", "belong": "belongs", "share": "shares"}
 
 
 def listed(texts: Sequence[str], *, most: int = _MOST_NAMED, separator: str = ", ") -> str:

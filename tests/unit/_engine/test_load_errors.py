@@ -75,15 +75,52 @@ def test_hundreds_of_missing_keys_are_hundreds_of_names(checkpoint: Path) -> Non
 def test_near_names_are_looked_up_for_the_first_of_many_only(tmp_path: Path) -> None:
     names = [f"layers.{n}.{part}.weight" for n in range(20) for part in ("up", "down")]
     hpdcp.save(dict.fromkeys(names, 0), checkpoint_id=tmp_path)
-    text = _refusal({f"module.{name}": _MARK for name in names}, tmp_path, MissingKeysError)
-    assert "'module.layers.0.up.weight' (did you mean 'layers.0.up.weight'" in text
-    assert all(f"'module.{name}'" in text for name in names)
+    text = _refusal({name.replace("layers", "layer"): _MARK for name in names}, tmp_path, MissingKeysError)
+    assert "'layer.0.up.weight' (did you mean 'layers.0.up.weight'" in text
+    assert all(f"'{name.replace('layers', 'layer')}'" in text for name in names)
     assert text.count("did you mean") == 20
 
 
-def test_a_missing_prefix_is_suggested(checkpoint: Path) -> None:
-    text = _refusal(_model(_MARK, layers=1), checkpoint, MissingKeysError)
-    assert "did you mean 'model.layer0.weight'" in text
+def test_no_near_name_is_given_twice(tmp_path: Path) -> None:
+    hpdcp.save({"m": {"bias": 0, "weight": 0}}, checkpoint_id=tmp_path)
+    assert "(did you mean 'm.bias'?)" in _refusal({"m": {"m": {"biass": _MARK}}}, tmp_path, MissingKeysError)
+    assert "(did you mean 'm.bias'?)" in _refusal({"m": {"biass": _MARK}}, tmp_path, MissingKeysError)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "how"),
+    [
+        ("{}", "model.{}", "without 'model.' in front"),
+        ("model.{}", "{}", "with 'model.' in front"),
+        ("a.b.{}", "{}", "with 'a.b.' in front"),
+        ("a.b.{}", "b.{}", "with 'a.' in front"),
+        ("model.{}", "model.module.{}", "without 'module.'"),
+        ("model.module.{}", "model.{}", "with 'module.'"),
+        ("m._orig_mod.{}", "m.{}", "with '_orig_mod.'"),
+        ("m.{}", "m._orig_mod.{}", "without '_orig_mod.'"),
+        ("{}", "module.{}", "without 'module.' in front"),
+        ("{0}.w", "{0}._checkpoint_wrapped_module.w", "without '_checkpoint_wrapped_module.'"),
+        ("{0}._fsdp_wrapped_module.w", "{0}.w", "with '_fsdp_wrapped_module.'"),
+    ],
+)
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("value", [0, torch.zeros(1)], ids=["values", "tensors"])
+def test_one_cause_of_many_missing_keys_is_said_first(
+    tmp_path: Path, stored: str, wanted: str, how: str, extra: bool, value: Any
+) -> None:
+    layers = [f"layers.{n}" for n in range(8)]
+    hpdcp.save({stored.format(layer): value for layer in layers}, checkpoint_id=tmp_path)
+    state: dict[str, Any] = {wanted.format(layer): value for layer in layers} | ({"zzz": _MARK} if extra else {})
+    with pytest.raises(MissingKeysError) as caught:
+        hpdcp.load(state, checkpoint_id=tmp_path)
+    text = str(caught.value)
+    first = f"{wanted.format('layers.0')!r} (as {stored.format('layers.0')!r})"
+    count = "8 of the 9" if extra else "All 8"
+    assert text.startswith(f"{count} keys that are not in the checkpoint are stored {how}: {first}, ")
+    assert "and 5 more" in text and "did you mean" not in text
+    assert ("The others: 'zzz'." in text) is extra
+    names = [wanted.format(layer) for layer in layers]
+    assert all(text.count(repr(name)) <= 1 for name in names)
 
 
 def test_every_shape_that_differs_is_listed_with_both_shapes(checkpoint: Path) -> None:

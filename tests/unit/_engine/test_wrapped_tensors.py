@@ -106,7 +106,7 @@ def test_every_other_target_is_refused_by_key_before_anything_changes(tmp_path: 
     hpdcp.save({"m": {"w": scaled(), "b": torch.ones(1)}}, checkpoint_id=tmp_path)
     beside = torch.zeros(1)
     with pytest.raises(
-        LoadMismatchError, match=rf"^1 keys .*'m\.w' \(stored as a tests\.golden\.values:Scaled.*{said}"
+        LoadMismatchError, match=rf"^1 key is .*'m\.w' \(stored as a tests\.golden\.values:Scaled.*{said}"
     ):
         hpdcp.load({"m": {"w": target, "b": beside}}, checkpoint_id=tmp_path)
     assert not beside.any()

@@ -151,10 +151,12 @@ def test_a_missing_prefix_is_named_with_the_next_step(tmp_path: Path) -> None:
     write_single(tmp_path, tensors)
     nested = {"net": blanks(tensors)}
     said = refused(nested, MissingKeysError, checkpoint_id=tmp_path)
-    assert "6 of the 6 are stored without 'net.' in front" in said
+    assert "All 6 keys that are not in the checkpoint are stored without 'net.' in front: 'net." in said
     assert "HuggingFaceReader(checkpoint_id, prefix=" in said
     bare = {key.removeprefix("model."): tensor for key, tensor in blanks(tensors).items()}
-    assert "6 of the 6 are stored with 'model.' in front" in refused(bare, MissingKeysError, checkpoint_id=tmp_path)
+    assert "All 6 keys that are not in the checkpoint are stored with 'model.' in front" in refused(
+        bare, MissingKeysError, checkpoint_id=tmp_path
+    )
     assert not any(same(tensors[key], nested["net"][key]) for key in tensors)
 
 
@@ -175,7 +177,7 @@ def test_untied_targets_say_what_to_do_and_can_be_tied_by_the_reader(tmp_path: P
     write_single(tmp_path, {"model.embed_tokens.weight": embed})
     state = {"lm_head.weight": torch.zeros(5, 4), "model.embed_tokens.weight": torch.zeros(5, 4)}
     said = refused(state, MissingKeysError, checkpoint_id=tmp_path)
-    assert "1 keys are not in the checkpoint: 'lm_head.weight'" in said
+    assert "1 key is not in the checkpoint: 'lm_head.weight'" in said
     assert "tie_weights()" in said
     assert "tied={" in said
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
