@@ -13,6 +13,7 @@ from hpdcp._base.errors import (
 from hpdcp._comm.exchange import Exchange
 from hpdcp._convert._location import FILE_ENDINGS, Location, has_checkpoint, has_weights
 from hpdcp._engine.load import find_metadata
+from hpdcp._files import torch_folder
 from hpdcp._files.huggingface_names import ORIGIN, NameMapping
 from hpdcp._files.huggingface_reader import HuggingFaceReader
 from hpdcp._files.reader import FileSystemReader
@@ -91,10 +92,23 @@ class WeightsReader(HuggingFaceReader):
             keys = [info.key for info in self.backend.list_keys()]
         except StorageError:
             return ""
+        if torch_folder.holds_checkpoint(self.backend, keys):
+            return "It is a checkpoint of torch.distributed.checkpoint: src_platform='torch' makes one of hpdcp of it."
         if has_checkpoint(keys):
             return "It is a checkpoint of hpdcp already: load it, or convert_dcp_to_huggingface makes a folder of it."
         single = [key for key in keys if key.endswith(FILE_ENDINGS)]
         return f"src_platform='torch' converts a single file, such as {self._folder}/{single[0]}." if single else ""
+
+
+def is_torch_folder(source: Location) -> bool:
+    """Whether the source is a folder that torch.distributed.checkpoint saved to, and no single file."""
+    if source.is_weights_file():
+        return False
+    with closing(source.open()) as backend:
+        try:
+            return torch_folder.holds_checkpoint(backend, [info.key for info in backend.list_keys()])
+        except CheckpointNotFoundError:
+            return False
 
 
 def require_weights_file(file: Location) -> None:
@@ -114,7 +128,7 @@ def require_weights_file(file: Location) -> None:
     if has_weights(keys):
         advice = "It is a Hugging Face folder: src_platform='huggingface' converts it."
     elif has_checkpoint(keys):
-        advice = "It is a checkpoint of hpdcp already."
+        advice = "It is a checkpoint of hpdcp already: convert_dcp_to_dcp writes it again."
     else:
         advice = f"Give the file itself, such as {file}/{single[0]}." if single else "Give the file itself."
     raise InvalidArgumentError(f"{file} is a folder; src_platform='torch' converts one file. {advice}")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpdcp._base.arguments import require_flags
+from hpdcp._comm.exchange import Exchange
 from hpdcp._convert._location import Location, Options, verify_setting
 from hpdcp._convert._planner import ConversionPlanner
 from hpdcp._convert._sources import checkpoint_metadata
@@ -51,7 +52,7 @@ def convert_dcp_to_dcp(
     blocks in memory at a time, and under torchrun all ranks share the work.
 
     Args:
-        src: the checkpoint, or a group of zarr that another program wrote.
+        src: the checkpoint, one of torch.distributed.checkpoint, or a group of zarr that another program wrote.
         dst: where to write it. A checkpoint that is there is replaced in one step, at the very end, or refused where
             its layout does not allow that.
         layout: of the new one; None: as configured.
@@ -74,10 +75,14 @@ def convert_dcp_to_dcp(
         progress=progress,
         no_dist=no_dist,
     )
-    exchange = options.open_exchange()
+    return copy_checkpoint(options, options.open_exchange(), layout=options.layout)
+
+
+def copy_checkpoint(options: ConversionOptions, exchange: Exchange, *, layout: str | None = None) -> Conversion:
+    """Write the source again at the destination; as `convert_dcp_to_dcp`, on all ranks of `exchange`."""
     with closing(options.source.checkpoint_reader(verify=verify_setting())) as reader:
         metadata = checkpoint_metadata(reader, exchange)
-        return save_streamed(reader, metadata, options, exchange, planner_class=_CopyPlanner, layout=options.layout)
+        return save_streamed(reader, metadata, options, exchange, planner_class=_CopyPlanner, layout=layout)
 
 
 class _CopyPlanner(ConversionPlanner):

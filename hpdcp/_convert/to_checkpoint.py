@@ -15,10 +15,11 @@ from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._comm.exchange import Exchange
 from hpdcp._comm.process_group import open_exchange
 from hpdcp._convert._location import Location, Options
-from hpdcp._convert._sources import WeightsReader, metadata_of, require_weights_file
+from hpdcp._convert._sources import WeightsReader, is_torch_folder, metadata_of, require_weights_file
 from hpdcp._convert._streamed_save import save_streamed, save_to
 from hpdcp._convert._torch_file import load_torch_file, local_copy
 from hpdcp._convert.conversion import Conversion, ConversionOptions, Progress
+from hpdcp._convert.copy import copy_checkpoint
 from hpdcp._files.huggingface_names import NameMapping
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.save_plan import WriteItem
@@ -57,14 +58,15 @@ def convert_full_checkpoint_to_dcp(
     progress: Progress | None = None,
     no_dist: bool = False,
 ) -> Conversion:
-    """Make a checkpoint of a Hugging Face folder, or of one file of torch.
+    """Make a checkpoint of a Hugging Face folder, of one file of torch, or of a folder that torch's DCP saved to.
 
     A Hugging Face folder is checked whole before anything is written. Its names become the keys of a flat state dict,
-    as `model.state_dict()` has them. A file of torch keeps its nesting and Python values.
+    as `model.state_dict()` has them. A file of torch keeps its nesting and Python values, and so does a folder of
+    torch.distributed.checkpoint, which is read and written a few blocks at a time.
 
     Args:
-        src: the folder; with "torch" the file (`.pt`, `.bin`, `.safetensors`). Any URL. A remote file of `torch.save`
-            is copied to a temporary one first.
+        src: the folder; with "torch" the file (`.pt`, `.bin`, `.safetensors`), or the folder with torch's `.metadata`.
+            Any URL. A remote file of `torch.save` is copied to a temporary one first.
         dst: the checkpoint. One that is there is replaced in one step, at the very end.
         src_platform: "huggingface" or "torch".
         src_storage_options, dst_storage_options: for fsspec, untouched.
@@ -95,6 +97,9 @@ def convert_full_checkpoint_to_dcp(
     exchange = options.open_exchange()
     if options.platform == "huggingface":
         return _from_weights(options, exchange, options.source)
+    if exchange.agree("looking for the source", lambda: is_torch_folder(options.source)):
+        _refuse_names(options)
+        return copy_checkpoint(options, exchange)
     exchange.agree("looking for the file", lambda: require_weights_file(options.source))
     if options.source.name.endswith(".safetensors"):
         return _from_weights(options, exchange, options.source.parent, file=options.source.name)
@@ -108,10 +113,16 @@ def _from_weights(
         return save_streamed(reader, metadata_of(reader, exchange), options, exchange)
 
 
+def _refuse_names(options: _ImportOptions) -> None:
+    if options.prefix or options.name_map is not None:
+        raise InvalidArgumentError(
+            f"prefix and name_map do not apply to {options.source.name!r}: rename what it holds."
+        )
+
+
 def _from_torch_file(options: _ImportOptions, exchange: Exchange) -> Conversion:
     source = options.source
-    if options.prefix or options.name_map is not None:
-        raise InvalidArgumentError(f"prefix and name_map do not apply to {source.name!r}: rename what it holds.")
+    _refuse_names(options)
     with (
         closing(exchange.agree("opening the source", source.parent.open)) as backend,
         local_copy(backend, source.name, source.url if source.is_local else None) as path,

@@ -44,7 +44,11 @@ _BY_NAME: Final[tuple[tuple[re.Pattern[str], str, str], ...]] = tuple(
             "a checkpoint of Megatron",
             _MEGATRON,
         ),
-        (r"__\d+_\d+\.distcp", "a checkpoint of torch.distributed.checkpoint", TORCH_READS),
+        (
+            r"__\d+_\d+\.distcp",
+            "a save of torch.distributed.checkpoint that did not finish",
+            "Without its .metadata nothing reads it: load an earlier checkpoint, or copy the whole folder again.",
+        ),
         (
             r"zero_to_fp32\.py|.*_(model|optim)_states\.pt",
             "a checkpoint of DeepSpeed",

@@ -70,6 +70,9 @@ class Layout(ABC):
     needs_all_ranks: ClassVar[bool] = False
     """Whether ranks that save each for itself, without a plan of all, cannot use it."""
 
+    checks_extents: ClassVar[bool] = False
+    """Whether what is stored carries checksums of its own, which `check_extent` compares, instead of ones on record."""
+
     @classmethod
     def recognizes(cls, keys: Collection[str]) -> bool:
         """Whether a folder with these keys at its root holds what another program wrote, and `foreign_metadata` reads.
@@ -106,6 +109,16 @@ class Layout(ABC):
             CorruptCheckpointError: what the file says of itself cannot be read.
         """
         return None
+
+    def check_extent(self, backend: Backend, metadata: Metadata, row: int) -> int:
+        """Compare what is stored of a chunk with its own checksums; how many there are. Several threads may call it.
+
+        `hpdcp verify` asks layouts that say `checks_extents`.
+
+        Raises:
+            CorruptCheckpointError: says what is wrong with it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} says that it checks extents, and does not say how.")
 
     def arrange(
         self, plans: Sequence[SavePlan], metadata: Metadata, locals_: Sequence[SavePlan]

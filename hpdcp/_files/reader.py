@@ -21,11 +21,10 @@ from hpdcp._base.errors import (
     InvalidArgumentError,
     KeyNotFoundError,
     NotSupportedError,
-    UnsupportedFormatError,
 )
 from hpdcp._base.saves_in_flight import wait_for_saves_to
 from hpdcp._base.timing import log_message
-from hpdcp._files import registry
+from hpdcp._files import registry, torch_folder
 from hpdcp._files._nearby import nearby_named
 from hpdcp._files.foreign import files_explained, recognise_folder
 from hpdcp._files.huggingface_folder import choose_file, read_weights
@@ -48,8 +47,9 @@ from hpdcp._plan.storage import RankMetadata, StorageReader
 class FileSystemReader(StorageReader):
     """Reads checkpoints from files of one backend.
 
-    A folder without a checkpoint in it, but with Hugging Face weights (`model.safetensors`, or shards and their index),
-    counts as a checkpoint of those; `HuggingFaceReader` maps their names.
+    A folder that torch.distributed.checkpoint saved to is read as it is. A folder without a checkpoint in it, but with
+    Hugging Face weights (`model.safetensors`, or shards and their index), counts as a checkpoint of those;
+    `HuggingFaceReader` maps their names.
 
     Args:
         checkpoint_id: folder or URL; may be left out when `load` is given one.
@@ -123,8 +123,7 @@ class FileSystemReader(StorageReader):
             data = read_or_none(self.backend, METADATA)
         if data is not None:
             if is_pickle(data):
-                names = [info.key for info in self.backend.list_keys()]
-                raise UnsupportedFormatError(f"{self.backend.url} holds {recognise_folder(names, data)}")
+                return torch_folder.folder_metadata(self.backend, data)
             return Metadata.from_bytes(data, where=f"{self.backend.url}/{METADATA}")
         sizes = {info.key: info.size for info in self.backend.list_keys()}
         # Traces of a save go first: somebody saved beside the weights, and means to go on from there.
@@ -162,7 +161,9 @@ class FileSystemReader(StorageReader):
         with nearby_named(self.backend), files_explained(self.backend.url):
             keys = [info.key for info in self.backend.list_keys()]
         ranks = sorted(found for key in keys if (found := rank_of_metadata_key(key)) is not None)
-        return _RankMetadataSet(self.backend, ranks, rank) if ranks else None
+        if ranks:
+            return _RankMetadataSet(self.backend, ranks, rank)
+        return torch_folder.rank_metadata(self.backend, keys, rank)
 
     def configure_reader(self, metadata: Metadata, context: PlannerContext) -> None:
         if self.backend.process_local and context.world_size > 1:
@@ -227,10 +228,14 @@ class _MissingFiles:
             return
         rank = self._metadata.settings.get("rank")
         key = METADATA if rank is None else rank_metadata_key(int(rank))
+        if self._metadata.origin == torch_folder.ORIGIN:
+            key = self._metadata.settings["listed_in"]
         data = read_or_none(self._backend, key)
         url = self._backend.url
         attempt = None
-        if data is not None:
+        if data is not None and is_pickle(data):
+            attempt = torch_folder.version_of(data)
+        elif data is not None:
             attempt = Metadata.from_bytes(data, where=f"{url}/{key}").settings.get("attempt")
         if attempt != self._metadata.settings.get("attempt"):
             raise CheckpointReplacedError(

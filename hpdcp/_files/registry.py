@@ -30,6 +30,7 @@ _BACKENDS: Final[Mapping[str, str]] = {
 }
 _LAYOUTS: Final[Mapping[str, str]] = {
     "safetensors": "hpdcp._files.safetensors_layout:SafetensorsLayout",
+    "torch": "hpdcp._files.torch_layout:TorchLayout",
     "zarr": "hpdcp_backends.zarr_layout:ZarrLayout",
 }
 _EXTRAS: Final[Mapping[str, str]] = {"s3": "s3", "zarr": "zarr"}

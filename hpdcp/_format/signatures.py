@@ -9,8 +9,8 @@ PICKLE: Final = b"\x80"
 ZIP: Final = b"PK\x03\x04"
 
 TORCH_READS: Final = (
-    "torch.distributed.checkpoint.load reads it; `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-    "FOLDER FILE` makes one file of it, and hpdcp.offline_transform.convert_full_checkpoint_to_dcp one of hpdcp."
+    "Given its folder, hpdcp.load reads a whole checkpoint of it, and "
+    'hpdcp.offline_transform.convert_full_checkpoint_to_dcp(..., src_platform="torch") makes one of hpdcp of it.'
 )
 """What to do with a checkpoint of torch.distributed.checkpoint."""
 

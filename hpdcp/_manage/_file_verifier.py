@@ -69,7 +69,8 @@ class FileVerifier:
     def __init__(self, backend: Backend, metadata: Metadata) -> None:
         self._backend = backend
         self._metadata = metadata
-        self._layout = _layout_of(metadata)
+        layout = layout_of(metadata)
+        self._layout = None if layout is None else layout()
         self._lock = threading.Lock()
         self.compared = 0
         """Bytes found intact so far, by all threads."""
@@ -92,11 +93,27 @@ class FileVerifier:
         if size != expected:
             result.damages.append(Damage(key, f"is {size} bytes long, recorded were {expected}"))
         rows = self._in_file_order[self._first[file] : self._first[file + 1]].tolist()
+        if self._layout is not None and self._layout.checks_extents:
+            self._check_extents(self._layout, key, rows, result)
+            return result
         self._check_head(key, size, file, rows, result)
         memory = memoryview(bytearray(min(size, _WINDOW_BYTES)))
         for window in self._windows(rows):
             self._check_window(key, size, window, memory, result)
         return result
+
+    def _check_extents(self, layout: Layout, key: str, rows: Sequence[int], result: FileResult) -> None:
+        for row in rows:
+            storage = self._metadata.storage
+            offset, length = int(storage.offset[row]), int(storage.length[row])
+            try:
+                result.blocks += layout.check_extent(self._backend, self._metadata, row)
+            except CorruptCheckpointError as error:
+                result.damages.append(Damage(key, str(error), self._name(row), offset, length))
+                continue
+            result.nbytes += length
+            with self._lock:
+                self.compared += length
 
     def _check_head(self, key: str, size: int, file: int, rows: Sequence[int], result: FileResult) -> None:
         head = bytearray(min(size, HEAD_BYTES))
@@ -167,7 +184,7 @@ class FileVerifier:
         return self._fqns[int(self._metadata.chunks.entry[row])]
 
 
-def _layout_of(metadata: Metadata) -> type[Layout] | None:
+def layout_of(metadata: Metadata) -> type[Layout] | None:
     """None where the package that brings it is not there: checksums can be compared all the same."""
     with contextlib.suppress(InvalidArgumentError, NotSupportedError):
         return registry.find_layout(metadata.settings.get("layout", "safetensors"))

@@ -16,7 +16,7 @@ from hpdcp._files.lease import read_lease
 from hpdcp._files.reader import FileSystemReader
 from hpdcp._format.file_names import is_data_key, rank_of_metadata_key
 from hpdcp._format.metadata import Metadata
-from hpdcp._manage._file_verifier import Damage, FileResult, FileVerifier
+from hpdcp._manage._file_verifier import Damage, FileResult, FileVerifier, layout_of
 from hpdcp._manage._opening import FoundMetadata, open_checkpoint
 
 __all__ = ["Damage", "VerifyReport", "verify_checkpoint"]
@@ -58,7 +58,7 @@ def verify_checkpoint(
 
     Checks of each data file that it is there, as long as recorded, begins as it was committed, and says in its header
     where its contents lie; and of each block of each tensor and value that its checksum fits. Damage is reported, not
-    raised.
+    raised. Of what torch.distributed.checkpoint saved, the CRCs in its own files are compared.
 
     Args:
         checkpoint_id: folder or URL.
@@ -73,7 +73,8 @@ def verify_checkpoint(
     began = time.perf_counter()
     with open_checkpoint(checkpoint_id, reader) as (backend, found):
         metadata = found.metadata
-        if not metadata.has_checksums:
+        layout = layout_of(metadata)
+        if not metadata.has_checksums and not (layout is not None and layout.checks_extents):
             raise NotSupportedError(
                 f"{backend.url} records no checksums to compare its bytes with. `hpdcp inspect` shows that its headers "
                 "fit its files; for more, save it with hpdcp."

@@ -106,6 +106,11 @@ def merge_rank_metadata(parts: Sequence[Metadata]) -> Metadata:
     return metadata.with_storage(joined.table, {})
 
 
+def boxes_that_overlap(metadata: Metadata) -> list[str]:
+    """Tensors on record of which distinct boxes overlap, each with two of them, as text."""
+    return overlapping_boxes(metadata.entries, metadata.chunks)
+
+
 @dataclass(frozen=True, slots=True)
 class _Items:
     """The items of all ranks, rank by rank, of entries they share."""

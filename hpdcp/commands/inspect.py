@@ -12,6 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from hpdcp._files.reader import FileSystemReader
+from hpdcp._files.torch_folder import ORIGIN as TORCH
 from hpdcp._format.columns import EntryKind
 from hpdcp._manage.inspect import CheckpointReport, EntryReport, inspect_checkpoint
 from hpdcp.commands.options import AsJson, BackendName, StorageOptions, Url
@@ -66,6 +67,8 @@ def _by_name(entries: Iterable[EntryReport]) -> list[EntryReport]:
 def _headline(report: CheckpointReport) -> Group:
     if report.origin:
         facts = [f"weights from {report.origin}", f"layout {report.layout}", "no checksums"]
+        if report.origin == TORCH:
+            facts = ["saved by torch.distributed.checkpoint", f"layout {report.layout}"]
         return Group(text_of(report.url, "bold"), text_of(" · ".join(facts)), Text())
     how = "each for itself" if report.by_rank else "together"
     ranks = f"{count_of(report.world_size, 'rank')}{f', {how}' if report.world_size > 1 or report.by_rank else ''}"

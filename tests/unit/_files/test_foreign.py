@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 import hpdcp
 from hpdcp._files.foreign import recognise_folder
-from hpdcp.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, UnsupportedFormatError
+from hpdcp.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 from hpdcp.inspect import inspect_checkpoint
 from hpdcp.verify import verify_checkpoint
 
@@ -33,10 +32,9 @@ def fill(folder: Path, names: list[str]) -> None:
 
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_torch_is_named_with_what_reads_it(question: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_torch_is_none_of_these(question: str, tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2), "step": 1}, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    with pytest.raises(UnsupportedFormatError, match=re.escape("torch.distributed.checkpoint.load reads it")):
-        QUESTIONS[question](tmp_path / "theirs")
+    QUESTIONS[question](tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
