@@ -107,7 +107,7 @@ def torch_to_dcp(
     src_storage_options: SrcOptions = None,
     dst_storage_options: DstOptions = None,
 ) -> None:
-    """Make a checkpoint of what torch saved. That is one file (.pt, .pth, .bin, .safetensors), or a folder of its DCP."""
+    """Make a checkpoint of what torch saved: one file (.pt, .pth, .bin, .safetensors), or a folder of its DCP."""
     table = NameTable(name_map)
 
     def convert() -> Conversion:
