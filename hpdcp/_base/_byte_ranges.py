@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final
@@ -55,6 +56,18 @@ def checked_buffers(key: str, ranges: Sequence[ByteRange], into: Sequence[memory
         if buffer.readonly:
             raise InvalidArgumentError(f"key {key!r}: the buffer for {range_} is read-only.")
     return [as_bytes(buffer) for buffer in into]
+
+
+_view_of: Final[Callable[[int, int, int], memoryview]] = ctypes.pythonapi.PyMemoryView_FromMemory
+ctypes.pythonapi.PyMemoryView_FromMemory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+ctypes.pythonapi.PyMemoryView_FromMemory.restype = ctypes.py_object
+_WRITABLE: Final = 0x200
+"""Python's PyBUF_WRITE."""
+
+
+def memory_view(address: int, length: int) -> memoryview:
+    """Memory of this process as writable bytes; whoever asks knows that it is there, and keeps it while it is used."""
+    return _view_of(address, length, _WRITABLE)
 
 
 def as_bytes(buffer: memoryview) -> memoryview:

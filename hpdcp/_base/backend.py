@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, Self
 
-from hpdcp._base._byte_ranges import ByteRange, Fetch, as_bytes, checked_buffers, fetches
+from hpdcp._base._byte_ranges import ByteRange, Fetch, as_bytes, checked_buffers, fetches, memory_view
 from hpdcp._base._keys import TEMPORARY_PREFIX, can_be_key, checked_key
 from hpdcp._base._secrets import remember as remember_secrets
 from hpdcp._base._storage_errors import storage_error, truncated, without_password
@@ -33,6 +33,7 @@ __all__ = [
     "checked_buffers",
     "checked_key",
     "fetches",
+    "memory_view",
     "read_or_none",
     "spare_cores",
     "storage_error",

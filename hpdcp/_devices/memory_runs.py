@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hpdcp._format.columns import I64
+from hpdcp._format.columns import I64, ends_of, take_runs
 
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _QUANTISED: Final = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
@@ -31,8 +31,12 @@ class MemoryRuns:
     lengths: I64
     """Bytes, from 1."""
     dtypes: Sequence[torch.dtype]
-    shapes: Sequence[torch.Size]
+    shape_ends: I64
+    """Where each one's sizes end in `shape_dims`."""
+    shape_dims: I64
     devices: Sequence[torch.device]
+    """All there are; `device_codes` says which of them each is on."""
+    device_codes: npt.NDArray[np.int32]
     foreign: npt.NDArray[np.bool_]
     """Whether the memory is not torch's own allocation, so that it may be anything, a map of a file too."""
 
@@ -48,14 +52,16 @@ class MemoryRuns:
         """These rows alone."""
         if len(rows) == len(self):
             return self
-        order = rows.tolist()
+        shape_ends, places = take_runs(self.shape_ends, rows)
         return MemoryRuns(
             self.tensors[rows],
             self.addresses[rows],
             self.lengths[rows],
-            [self.dtypes[row] for row in order],
-            [self.shapes[row] for row in order],
-            [self.devices[row] for row in order],
+            [self.dtypes[row] for row in rows.tolist()],
+            shape_ends,
+            self.shape_dims[places],
+            self.devices,
+            self.device_codes[rows],
             self.foreign[rows],
         )
 
@@ -70,8 +76,10 @@ def memory_runs(tensors: Sequence[torch.Tensor]) -> MemoryRuns:
     addresses: list[int] = []
     lengths: list[int] = []
     dtypes: list[torch.dtype] = []
-    shapes: list[torch.Size] = []
-    devices: list[torch.device] = []
+    ndims: list[int] = []
+    dims: list[int] = []
+    codes: dict[torch.device, int] = {}
+    device_codes: list[int] = []
     foreign: list[bool] = []
     strided = torch.strided
     for number, tensor in enumerate(tensors):
@@ -96,15 +104,19 @@ def memory_runs(tensors: Sequence[torch.Tensor]) -> MemoryRuns:
         addresses.append(address)
         lengths.append(length)
         dtypes.append(dtype)
-        shapes.append(tensor.shape)
-        devices.append(tensor.device)
+        # Numbers, and no object per tensor that the garbage collector would look at.
+        ndims.append(tensor.dim())
+        dims.extend(tensor.shape)
+        device_codes.append(codes.setdefault(tensor.device, len(codes)))
         foreign.append(not storage.resizable())
     return MemoryRuns(
         np.array(numbers, dtype=np.int64),
         np.array(addresses, dtype=np.uint64),
         np.array(lengths, dtype=np.int64),
         dtypes,
-        shapes,
-        devices,
+        ends_of(np.array(ndims, dtype=np.int64)),
+        np.array(dims, dtype=np.int64),
+        list(codes),
+        np.array(device_codes, dtype=np.int32),
         np.array(foreign, dtype=np.bool_),
     )

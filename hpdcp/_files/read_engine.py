@@ -29,7 +29,7 @@ from hpdcp._files.box_reads import BoxRead, RangeRequest, range_requests, window
 from hpdcp._files.parallel import for_each_file, in_parallel
 from hpdcp._format.metadata import StorageInfo
 
-_CONCURRENT_WINDOWS: Final = 4
+CONCURRENT_WINDOWS: Final = 4
 """Windows in flight across a network; with requests of 8 MiB that makes 16 of them."""
 _ALIGNMENT: Final = 64
 
@@ -44,7 +44,7 @@ def read_boxes(backend: Backend, reads: Sequence[BoxRead], checker: BlockChecker
     in_file_order = sorted(reads, key=lambda read: (read.stored.key, read.stored.offset, read.box.offsets))
     requests = (request for read in in_file_order for request in range_requests(read, cut=backend.remote))
     windows = list(windows_of(requests, bounded=backend.remote))
-    workers = min(_CONCURRENT_WINDOWS if backend.remote else 1, len(windows))
+    workers = min(CONCURRENT_WINDOWS if backend.remote else 1, len(windows))
     rest = iter(windows)
     lock = threading.Lock()
     failed = threading.Event()

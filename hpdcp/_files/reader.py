@@ -180,7 +180,7 @@ class FileSystemReader(StorageReader):
 
     def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:
         with self.missing_files_explained():
-            self._layout.check(self.backend, self._known, plan.items)
+            self._layout.check(self.backend, self._known, plan.planned)
         files = np.unique(self._known.storage.file[plan.item_columns.storage_row]).tolist()
         check_links(self.backend.url, (self._known.storage.file_names[file] for file in files))
         return plan.with_storage_data({"url": self.backend.url})
@@ -191,7 +191,7 @@ class FileSystemReader(StorageReader):
 
     def execute_read(self, plan: LoadPlan, targets: ReadTargets) -> None:
         with self.missing_files_explained():
-            self._layout.read(progress.counted(self.backend), self._known, plan.items, targets, self._wanted_checks)
+            self._layout.read(progress.counted(self.backend), self._known, plan.planned, targets, self._wanted_checks)
 
     @property
     def _wanted_checks(self) -> Verify:

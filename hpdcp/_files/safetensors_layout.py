@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import ClassVar
 
-import torch
+import numpy as np
 
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CorruptCheckpointError
@@ -20,21 +20,19 @@ from hpdcp._devices.downloads import Downloads
 from hpdcp._files._data_file import DataFile
 from hpdcp._files._extents import extents_of
 from hpdcp._files.block_checker import BlockChecker
-from hpdcp._files.box_reads import BoxRead
 from hpdcp._files.layout import FileNaming, Layout, Verify
 from hpdcp._files.parallel import for_each_file
-from hpdcp._files.read_engine import read_boxes, read_extents
+from hpdcp._files.read_engine import read_extents
+from hpdcp._files.run_reads import read_tensors
 from hpdcp._format.checksums import HEAD_BYTES, head_mark
 from hpdcp._format.columns import I64, EntryKind
 from hpdcp._format.container import MAX_HEADER_BYTES, PREFIX_BYTES, parse_header
 from hpdcp._format.metadata import Metadata
-from hpdcp._plan.load_plan import ReadItem
+from hpdcp._plan.load_plan import PlannedItems, ReadItem
 from hpdcp._plan.planner import SavePlanner
-from hpdcp._plan.read_targets import ReadTargets
+from hpdcp._plan.read_targets import ReadTargets, acquire_tensors, apply_tensors
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.write_results import WriteResults
-from hpdcp._state.dtypes import dtype_of
-from hpdcp._state.geometry import Box
 
 
 class SafetensorsLayout(Layout):
@@ -74,7 +72,8 @@ class SafetensorsLayout(Layout):
         return part
 
     def check(self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem]) -> None:
-        check_files(backend, metadata, {int(metadata.storage.file[item.storage_row]) for item in items})
+        rows = PlannedItems.of(items).columns.storage_row
+        check_files(backend, metadata, np.unique(metadata.storage.file[rows]).tolist())
 
     def read(
         self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], targets: ReadTargets, verify: Verify
@@ -82,7 +81,9 @@ class SafetensorsLayout(Layout):
         wanted = verify is Verify.ALWAYS or (verify is Verify.AUTO and backend.remote)
         checked = wanted and metadata.has_checksums
         checker = BlockChecker(backend, partial_blocks=verify is Verify.ALWAYS) if checked else None
-        objects = [item for item in items if item.kind is EntryKind.OBJECT]
+        planned = PlannedItems.of(items)
+        is_object = planned.kinds == int(EntryKind.OBJECT)
+        objects = planned.take(np.flatnonzero(is_object))
         stored = [metadata.storage_info(item.storage_row) for item in objects]
         for item, extent, data in zip(objects, stored, read_extents(backend, stored), strict=True):
             # Small and decoded by code: always checked, whatever `verify` says of bulk data.
@@ -90,11 +91,10 @@ class SafetensorsLayout(Layout):
                 extent, item.dest_index.fqn, 0, memoryview(data)
             )
             targets.apply_bytes(item, bytes(data))
-        tensors = [item for item in items if item.kind is not EntryKind.OBJECT]
-        reads = [_box_read(metadata, item, targets) for item in tensors]
-        read_boxes(backend, reads, checker)
-        for item, read in zip(tensors, reads, strict=True):
-            targets.apply_tensor(item, read.target)
+        tensors = planned.take(np.flatnonzero(~is_object))
+        memory = acquire_tensors(targets, tensors)
+        read_tensors(backend, metadata, tensors, memory, checker)
+        apply_tensors(targets, tensors, memory)
 
 
 def read_header(backend: Backend, key: str, size: int) -> bytes:
@@ -128,16 +128,3 @@ def _check_file(backend: Backend, metadata: Metadata, file: int) -> None:
             f"{key!r} in {backend.url} does not begin as the file that was committed: it is damaged, or was swapped "
             "for another save's. Load another checkpoint."
         )
-
-
-def _box_read(metadata: Metadata, item: ReadItem, targets: ReadTargets) -> BoxRead:
-    stored = metadata.storage_info(item.storage_row)
-    entry = int(metadata.chunks.entry[item.storage_row])
-    _, sizes = metadata.chunks.box(item.storage_row)
-    fqn, name = item.dest_index.fqn, metadata.entries.dtype(entry)
-    dtype = dtype_of(name, fqn=fqn)
-    if stored.length != torch.Size(sizes).numel() * dtype.itemsize:
-        raise CorruptCheckpointError(
-            f"{fqn!r}: {list(sizes)} of {name} is not {stored.length} bytes; .metadata is damaged."
-        )
-    return BoxRead(fqn, stored, dtype, sizes, Box(item.storage_offsets, item.lengths), targets.acquire_tensor(item))

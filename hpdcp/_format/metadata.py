@@ -140,7 +140,8 @@ class Metadata:
         """As `find` for state that all ranks share, of many names at once; -1 where nothing is stored."""
         # Of rows with one name the first has the least owner, which is none.
         rows = self.entries.fqns.find_all(fqns)
-        rows[(rows >= 0) & (self.entries.owners[rows] >= 0)] = -1
+        found = np.flatnonzero(rows >= 0)
+        rows[found[self.entries.owners[rows[found]] >= 0]] = -1
         return rows
 
     def resolve(self, row: int) -> int:

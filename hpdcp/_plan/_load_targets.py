@@ -103,7 +103,7 @@ class LoadTargets:
         if self._straight is not None:
             runs = self._straight.wanted.runs
             starts, stops = np.concatenate([runs.addresses, starts]), np.concatenate([runs.stops, stops])
-            devices = [*runs.devices, *devices]
+            devices = [*map(runs.devices.__getitem__, runs.device_codes.tolist()), *devices]
         for group in meeting_groups(devices, starts, stops):
             filled = [self._filled_at(number) for number in group]
             for pair in shared_elements([each.tensor for each in filled]):

@@ -143,26 +143,28 @@ class LoadPlan:
         built = self.__dict__.get("items")
         if built is not None:
             return [built[row] for row in rows.tolist()]
-        columns, indexes = self.item_columns, self.indexes
+        if not len(rows):
+            return []
+        columns, indexes = self.item_columns.take(rows), self.indexes
         boxes = columns.boxes
         begins = ChunkTable(boxes.entry, boxes.ends, columns.storage_offsets, boxes.sizes)
-        kinds = [EntryKind(kind) for kind in self.target_columns.kinds.tolist()]
         picked = zip(
-            boxes.entry[rows].tolist(),
-            columns.storage_row[rows].tolist(),
-            offsets_and_sizes(boxes.take(rows)),
-            offsets_and_sizes(begins.take(rows)),
+            boxes.entry.tolist(),
+            self.target_columns.kinds[boxes.entry].tolist(),
+            columns.storage_row.tolist(),
+            offsets_and_sizes(boxes),
+            offsets_and_sizes(begins),
             strict=True,
         )
         return [
-            ReadItem(indexes[target], storage_row, offsets, storage_offsets, lengths, kinds[target])
-            for target, storage_row, (offsets, lengths), (storage_offsets, _) in picked
+            ReadItem(indexes[target], storage_row, offsets, storage_offsets, lengths, EntryKind(kind))
+            for target, kind, storage_row, (offsets, lengths), (storage_offsets, _) in picked
         ]
 
     @cached_property
     def shared(self) -> tuple[SharedBox, ...]:
         """What one rank reads for several, in the order in which all walk it."""
-        return self.shared_columns.as_boxes(self.indexes)
+        return self.shared_columns.as_boxes(self.indexes) if len(self.shared_columns.boxes) else ()
 
     def __len__(self) -> int:
         return len(self.item_columns.storage_row)

@@ -101,9 +101,10 @@ class StandardLoadPlanner(LoadPlanner):
     def _plan_straight_reads(self) -> Set[str]:
         """Plan all tensors at once that are stored as they are wanted; their names."""
         wanted = wanted_tensors(self._tree.leaves)
-        foreign = np.flatnonzero(wanted.runs.foreign).tolist()
-        read_only = [row for row in foreign if self._read_only.holds(wanted.memory[row])]
-        reads = straight_reads(wanted.take(np.setdiff1d(np.arange(len(wanted)), read_only)), self._metadata)
+        fillable = ~wanted.runs.foreign
+        for row in np.flatnonzero(wanted.runs.foreign).tolist():
+            fillable[row] = not self._read_only.holds(wanted.memory[row])
+        reads = straight_reads(wanted.take(np.flatnonzero(fillable)), self._metadata)
         self._targets.add_straight(reads)
         return {leaf.fqn for leaf in reads.wanted.leaves}
 

@@ -7,7 +7,6 @@ missing, of another shape) takes the planner's way tensor by tensor, which would
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hpdcp._base.errors import HpdcpError
 from hpdcp._devices import device
 from hpdcp._devices.memory_runs import MemoryRuns, memory_runs
-from hpdcp._format.columns import I64, ChunkTable, EntryKind, ends_of, starts_of, take_runs
+from hpdcp._format.columns import I64, ChunkTable, EntryKind, starts_of, take_runs
 from hpdcp._format.metadata import CHUNK_INFO, Metadata
 from hpdcp._format.strings import StringColumn
 from hpdcp._plan.load_plan import LoadPlan
@@ -77,7 +76,7 @@ class StraightReads:
         count, boxes, runs = len(wanted), wanted.boxes, wanted.runs
         dtypes = {dtype: row for row, dtype in enumerate(dict.fromkeys(runs.dtypes))}
         current = device.current_device()
-        flags = {where: _flags(where, current) for where in dict.fromkeys(runs.devices)}
+        flags = np.array([_flags(where, current) for where in runs.devices], dtype=np.uint8)
         origins = np.zeros_like(boxes.offsets)
         return LoadPlan(
             StringColumn.from_strings(leaf.fqn for leaf in wanted.leaves),
@@ -87,7 +86,7 @@ class StraightReads:
                 np.full(count, -1, dtype=np.int64),
                 np.full(count, EntryKind.TENSOR, dtype=np.uint8),
                 np.fromiter(map(dtypes.__getitem__, runs.dtypes), np.int32, count),
-                np.fromiter(map(flags.__getitem__, runs.devices), np.uint8, count),
+                flags[runs.device_codes],
             ),
             ItemColumns(
                 ChunkTable(np.arange(count), boxes.ends, origins, boxes.sizes),
@@ -122,8 +121,7 @@ def wanted_tensors(leaves: Sequence[Leaf]) -> WantedTensors:
         memory.append(tensor)
     runs = memory_runs(memory)
     numbers = runs.tensors.tolist()
-    sizes = np.fromiter(itertools.chain.from_iterable(runs.shapes), np.int64)
-    ends = ends_of(np.fromiter(map(len, runs.shapes), np.int64, len(runs)))
+    ends, sizes = runs.shape_ends, runs.shape_dims
     offsets, shape_dims = np.zeros_like(sizes), sizes.copy() if boxes else sizes
     for row, number in enumerate(numbers) if boxes else ():
         if number in boxes:
