@@ -23,6 +23,7 @@ from hpdcp._base.backend import (
     checked_buffers,
     checked_key,
     fetches,
+    is_left_over,
     truncated,
 )
 from hpdcp._base.errors import (
@@ -343,7 +344,7 @@ class GenericBackend(Backend):
                 name = entry["name"].rstrip("/").rpartition("/")[2]
                 if not name.startswith(TEMPORARY_PREFIX) or entry["type"] != "file":
                     continue
-                if time.time() - modified_at(entry) >= silent_for:
+                if time.time() - modified_at(entry) >= silent_for or is_left_over(name):
                     with contextlib.suppress(FileNotFoundError):
                         files.rm_file(entry["name"])
 

@@ -26,8 +26,8 @@ from hpdcp._base import arguments, config
 from hpdcp._base.arguments import require_flags, require_instance
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 from hpdcp._base.timing import timed
-from hpdcp._comm.identity import attempt_id, rank_and_world_size, run_id
-from hpdcp._files.save_identity import SaveIdentity, next_ordinal
+from hpdcp._comm.identity import rank_and_world_size
+from hpdcp._files.save_identity import agreed_identity
 from hpdcp._files.writer import open_writer
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.standard_save_planner import StandardSavePlanner
@@ -120,7 +120,7 @@ def _save(
             f"location; {type(writer).__qualname__} has none. Pass checkpoint_id=, or use_gloo=True."
         )
     settings = config.current()
-    identity = _identity(location, world_size)
+    identity = agreed_identity(location, world_size)
     specs = WriterSpec.of(writer), PlannerSpec.of(planner)
     pickled_settings = sendable(settings, "the configuration")
     context = PlannerContext(rank, world_size, rank == 0 or not use_collectives, use_collectives)
@@ -178,10 +178,3 @@ def _location_of(writer: StorageWriter) -> str:
                 "it would see. Use save(), or another location."
             )
         return backend.url
-
-
-def _identity(location: str, world_size: int) -> SaveIdentity:
-    """What tells this save from others, agreed by all ranks; nobody waits for anybody."""
-    run = run_id()
-    ordinal = next_ordinal(run, location, world_size)
-    return SaveIdentity(attempt_id(location, ordinal, alone=world_size == 1), run, ordinal)

@@ -12,6 +12,7 @@ byte store. Knows neither checkpoints nor torch, so that a backend and the comma
     `timing`           the log, and how long each stage took
     `progress`         bars
     `saves_in_flight`  where this process saves in the background, and how to wait for it
+    `processes`        which process did something, and whether it has ended
     `threads`          pools, and how many cores there are for them
     `splitting`        rows, batches and shares of bounded size
     `natural_order`    numbers in names by their value

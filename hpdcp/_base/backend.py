@@ -17,6 +17,7 @@ from hpdcp._base._byte_ranges import ByteRange, Fetch, as_bytes, checked_buffers
 from hpdcp._base._keys import TEMPORARY_PREFIX, can_be_key, checked_key
 from hpdcp._base._secrets import remember as remember_secrets
 from hpdcp._base._storage_errors import storage_error, truncated, without_password
+from hpdcp._base._temporary_names import is_left_over, temporary_name
 from hpdcp._base.errors import KeyChangedError, KeyNotFoundError
 from hpdcp._base.threads import spare_cores
 
@@ -33,10 +34,12 @@ __all__ = [
     "checked_buffers",
     "checked_key",
     "fetches",
+    "is_left_over",
     "memory_view",
     "read_or_none",
     "spare_cores",
     "storage_error",
+    "temporary_name",
     "truncated",
     "remember_secrets",
     "without_password",
@@ -198,9 +201,9 @@ class Backend(ABC):
     def remove_leftovers(self, *, silent_for: float, belongs: Callable[[str], bool]) -> None:
         """Remove what writers that were killed have left under the root: temporary files, uploads that never ended.
 
-        Only what was not touched for `silent_for` seconds by the store's clock, since its writer may live still; and,
-        unless it bears the backend's own mark, only what was to become a key that `belongs` accepts. Keys stay as they
-        are. Nothing happens where nothing can be left.
+        At once where the writer is known to have ended; else only what was not touched for `silent_for` seconds by the
+        store's clock, since it may live still. And, unless it bears the backend's own mark, only what was to become a
+        key that `belongs` accepts. Keys stay as they are. Nothing happens where nothing can be left.
         """
         del silent_for, belongs
 

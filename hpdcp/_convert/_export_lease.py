@@ -7,19 +7,16 @@ dead, and else after a day.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import socket
 import time
 import uuid
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointExistsError, HpdcpError, KeyExistsError, SupersededError
+from hpdcp._base.processes import ProcessMark
 from hpdcp._base.timing import log_message
 from hpdcp._files.lease import SILENT_SECONDS
 from hpdcp._files.publish import read_or_none
@@ -50,7 +47,7 @@ class ExportLease:
         if holder is not None and not holder.is_over:
             raise _taken(backend, holder)
         export = uuid.uuid4().hex
-        data = _Holder.of_process(os.getpid(), export=export).to_bytes()
+        data = _Holder(export, time.time(), ProcessMark.current()).to_bytes()
         if not backend.conditional_create:
             backend.publish(LEASE, data)
         else:
@@ -93,7 +90,8 @@ class ExportLease:
 
 
 def _taken(backend: Backend, holder: _Holder) -> CheckpointExistsError:
-    whose = f", of process {holder.pid} on {holder.host!r}" if holder.export else ""
+    process = holder.process
+    whose = f", of process {process.pid} on {process.host!r}" if process else ""
     return CheckpointExistsError(
         f"{backend.url}: another export is writing there{whose}. Wait for it, or export to another folder. If you know "
         f"that it is dead, remove {LEASE} from the folder."
@@ -107,43 +105,27 @@ class _Holder:
     export: str
     began: float
     """Seconds since the epoch, by its own clock."""
-    host: str
-    where: str
-    """Boot and process namespace; empty where they are unknown."""
-    pid: int
-    started: str
-    """When the process began, as the kernel says it; empty where there is no such process."""
-
-    @classmethod
-    def of_process(cls, pid: int, *, export: str = "") -> _Holder:
-        """A process that can be seen from here."""
-        where, started = "", ""
-        with contextlib.suppress(OSError, IndexError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            where = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-            # The 22nd field, counted behind the name, which may hold spaces.
-            started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-        return cls(export, time.time(), socket.gethostname(), where, pid, started)
+    process: ProcessMark | None
+    """None where nothing is known of it."""
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Holder:
         """What a lease says; nothing is known of one that cannot be read."""
         try:
             told = json.loads(data)
-            texts = [str(told[name]) for name in ("export", "host", "where", "started")]
-            return cls(texts[0], float(told["began"]), texts[1], texts[2], int(told["pid"]), texts[3])
+            return cls(str(told["export"]), float(told["began"]), ProcessMark.from_json(told))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            return cls("", time.time(), "", "", 0, "")
+            return cls("", time.time(), None)
 
     def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        process = self.process.to_json() if self.process else {}
+        return json.dumps({"export": self.export, "began": self.began, **process}).encode()
 
     @property
     def is_over(self) -> bool:
         """Whether it is known to have ended."""
         if time.time() - self.began > SILENT_SECONDS:
             return True
-        now = self.of_process(self.pid)
-        if not self.where or self.where != now.where:
-            return False  # of another host, or of a container whose processes cannot be seen from here
-        return self.started != now.started or (self.pid == os.getpid() and self.export not in _running)
+        if self.process is None:
+            return False
+        return self.export not in _running if self.process.is_this else self.process.has_ended

@@ -68,6 +68,8 @@ class _Save:
         """The plan of an earlier save that all ranks use again."""
         self._part: SavePlan | None = None
         """What this rank writes, once it has joined."""
+        self._in_doubt = False
+        """Whether the save may be published from now on without this rank hearing of it."""
 
     def run(self) -> Metadata:
         """Every line is a step that all ranks share: what fails on one raises on all. See `Exchange`."""
@@ -85,7 +87,7 @@ class _Save:
             if self._writer.redistributes:
                 exchange.agree("sending what other ranks write", self._redistribute)
             published = exchange.gather_broadcast("saving", self._write, self._commit)
-        except Exception as error:
+        except BaseException as error:
             self._discard_after(error)
             raise
         self._remember()
@@ -151,7 +153,6 @@ class _Save:
         # All ranks keep it or none does: ranks that know different plans would plan in full for ever.
         keep = all(proposal.cacheable for proposal in proposals) and _same_but_for_storage_data(arranged, final)
         plan_id = draw_plan_id() if keep else ONCE
-        begun = self._writer.begin(metadata)
         compared = boxes_to_compare(self._whole, locals_, self._rules)
         exempt = self._rules.exempt(metadata.entries.fqns)
         if exempt is not None:
@@ -160,6 +161,7 @@ class _Save:
                 f"check_replicas = {self._rules}: {int(exempt.sum())} names may differ from rank to rank; of each the "
                 "copy of the lowest rank that holds it is stored.",
             )
+        begun = self._writer.begin(metadata)
         parts = (
             plan.with_compared(boxes).to_part(local)
             for plan, boxes, local in zip(final, compared, locals_, strict=True)
@@ -192,7 +194,9 @@ class _Save:
         with stage("checksum_replicas"):
             replicas = replica_report(self._planner, self._local_plan, self._join().compared)
         self._planner.finish_write()
-        return Report(results, replicas).to_bytes()
+        report = Report(results, replicas).to_bytes()
+        self._in_doubt = not self._context.is_coordinator
+        return report
 
     def _write_in_waves(self, final: SavePlan) -> WriteResults:
         """What other ranks sent, then what the planner has, as it brings it."""
@@ -215,11 +219,15 @@ class _Save:
         check_replicas(self._whole, joined.as_items().table, [report.replicas for report in reports], self._rules)
         with stage("finalize_checkpoint"):
             metadata = self._whole.metadata.with_storage(joined.table, {})
+            self._in_doubt = True
             return self._writer.finalize_checkpoint(metadata, results).to_bytes()
 
-    def _discard_after(self, error: Exception) -> None:
+    def _discard_after(self, error: BaseException) -> None:
         """Remove what this rank has written, where it is certain that nothing was published."""
         if isinstance(error, CommitUncertainError):
+            return
+        # An interrupt says nothing of what has become of the save.
+        if not isinstance(error, Exception) and self._in_doubt:
             return
         # The coordinator may have published before it was lost. Causes it told itself, in place of publishing.
         if isinstance(error, PeerLostError) and not error.causes:

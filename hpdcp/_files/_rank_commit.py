@@ -1,41 +1,39 @@
 """One try at one rank's save without collectives: it publishes `{rank}.metadata`, whatever the other ranks do.
 
-No rank knows what another is doing, so there is no lease: a rank touches what this run saved itself, and nothing else.
-A process that saves alone has no others, and replaces what one saved so before.
+No rank knows what another is doing, so a rank touches what itself has saved, and nothing else. While it saves it has a
+lease of its own, `{rank}.attempt`, by which the next one finds what it leaves if it is killed. A process that saves
+alone has no others, and replaces what one saved so before.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointExistsError
-from hpdcp._base.timing import log_message
-from hpdcp._files.leftovers import refuse_foreign, refuse_taken, removable
-from hpdcp._files.publish import publish_or_doubt, read_or_none
+from hpdcp._files.commit import Attempt, take_lease
+from hpdcp._files.lease import Lease, leased_attempt
+from hpdcp._files.leftovers import refuse_foreign, removable
+from hpdcp._files.publish import read_or_none
 from hpdcp._files.save_identity import SaveIdentity
-from hpdcp._format.file_names import METADATA, rank_metadata_key, rank_of_metadata_key
+from hpdcp._format.file_names import METADATA, DataFileName, rank_lease_key, rank_metadata_key, rank_of_metadata_key
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.planner import PlannerContext
 
 
-@dataclass(frozen=True, slots=True)
-class RankAttempt:
+@dataclass(kw_only=True)
+class RankAttempt(Attempt):
     """One rank's side of one save of one folder, in which it is its own coordinator."""
 
-    backend: Backend
     identity: SaveIdentity
     rank: int
-    replaced: frozenset[str]
-    """Data files of this rank's save before, found in the folder."""
 
     @classmethod
-    def begin(
+    def begin_rank(
         cls, backend: Backend, identity: SaveIdentity, context: PlannerContext, roots: Collection[str] = ()
     ) -> RankAttempt:
-        """Look once at the folder.
+        """Look once at the folder, and lease this rank's part of it.
 
         Args:
             roots: names at the root that the save takes, of files and of folders, whatever its attempt.
@@ -46,10 +44,7 @@ class RankAttempt:
         backend.prepare()
         keys = [info.key for info in backend.list_keys()]
         _refuse_strangers(backend, keys, identity.run, context)
-        if roots:
-            committed = next((key for key in keys if rank_of_metadata_key(key) is not None), METADATA)
-            refuse_taken(backend, keys, roots, read_or_none(backend, committed))
-        own = rank_metadata_key(context.rank)
+        own, lease_key = rank_metadata_key(context.rank), rank_lease_key(context.rank)
         before = read_or_none(backend, own) if own in keys else None
         metadata = None if before is None else Metadata.from_bytes(before, where=own)
         replaced = (
@@ -57,10 +52,8 @@ class RankAttempt:
             if metadata is None
             else removable(backend, metadata.files, metadata.settings.get("attempt", ""))
         )
-        return cls(backend, identity, context.rank, replaced)
-
-    def check_fixed_names(self) -> None:
-        """Nothing: without a lease nobody can tell whether another save has taken them since `begin`."""
+        lease = take_lease(backend, keys, identity.attempt, roots, lease_key, before, replaced)
+        return cls(backend, lease, before, replaced, lease_key, identity=identity, rank=context.rank)
 
     def facts(self, metadata: Metadata) -> Mapping[str, str]:
         """What the published metadata says of this save."""
@@ -73,12 +66,32 @@ class RankAttempt:
         }
 
     def commit(self, metadata: Metadata, *, keep_replaced_for: float) -> None:
-        """Publish `metadata` as this rank's, and remove at once what it replaces: nobody could do so later."""
-        publish_or_doubt(self.backend, rank_metadata_key(self.rank), metadata.to_bytes())
-        try:
-            self.backend.delete(self.replaced - set(metadata.files))
-        except Exception as error:  # noqa: BLE001  # an error from here would have the published files removed
-            log_message(logging.WARNING, f"{self.backend.url}: old files could not be removed: {error}")
+        """Publish `metadata` as this rank's.
+
+        Raises:
+            SupersededError: another process saved as this rank since `begin_rank`, or the lease is gone; nothing was
+                published.
+        """
+        self._publish(rank_metadata_key(self.rank), metadata)
+        self.clean_up(metadata, keep_replaced_for)
+
+    def _owns(self, key: str) -> bool:
+        name = DataFileName.parse(key)
+        return name is None or name.rank == self.rank
+
+    def _remember(self, lease: Lease) -> None:
+        """Leave a lease only where there is something to know: of ranks there may be thousands."""
+        left = self.backend.conditional_publish and all(holder.is_over for holder in lease.superseded)
+        if lease.replaced or (lease.superseded and not left):
+            super()._remember(lease)
+        else:
+            self.backend.delete([self.lease_key])
+
+    def forget(self) -> None:
+        super().forget()
+        empty = not self.lease.superseded and not self.lease.replaced
+        if empty and leased_attempt(self.backend, self.lease_key) == self.lease.attempt:
+            self.backend.delete([self.lease_key])
 
 
 def _refuse_strangers(backend: Backend, keys: Sequence[str], run: str, context: PlannerContext) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from hpdcp._base.backend import Backend
 from hpdcp._base.errors import CheckpointError, KeyChangedError, SupersededError
 from hpdcp._base.timing import log_message
-from hpdcp._files.lease import SILENT_SECONDS, Lease, leased_attempt, read_lease
+from hpdcp._files.lease import SILENT_SECONDS, Holder, Lease, leased_attempt, read_lease, running
 from hpdcp._files.leftovers import (
     clear_fixed_names,
     clear_mailboxes,
@@ -24,9 +24,10 @@ from hpdcp._files.leftovers import (
     refuse_foreign,
     refuse_taken,
     removable,
+    still_to_clear,
 )
 from hpdcp._files.publish import doubted, read_or_none
-from hpdcp._format.file_names import LEASE, METADATA, carries_attempt
+from hpdcp._format.file_names import LEASE, METADATA, carries_attempt, is_lease_key
 from hpdcp._format.metadata import Metadata
 
 
@@ -40,6 +41,7 @@ class Attempt:
     """`.metadata` as it was found; None where there was none."""
     replaced_keys: frozenset[str] = field(default_factory=frozenset)
     """What the checkpoint found in the folder consists of."""
+    lease_key: str = LEASE
 
     @classmethod
     def begin(cls, backend: Backend, attempt: str, roots: Collection[str] = ()) -> Attempt:
@@ -55,32 +57,8 @@ class Attempt:
         keys = {info.key for info in backend.list_keys()}
         before = read_or_none(backend, METADATA) if METADATA in keys else None
         refuse_foreign(backend, keys, before)
-        earlier = read_lease(backend) if LEASE in keys else None
-        committed = _settings_of(before).get("attempt")
-        # A `.metadata` that cannot be read may be the lease's own.
-        readable = before is None or committed is not None
-        made = earlier.made if earlier and earlier.attempt != committed and readable else ()
-        refuse_taken(backend, keys, set(roots) - set(made), before)
-        clear_fixed_names(backend, made)
-        refuse_taken(backend, keys - set(made), set(roots) & set(made), before)
-        superseded = dict.fromkeys([*earlier.superseded, earlier.attempt]) if earlier else {}
-        clear_mailboxes(backend, superseded.keys() - {attempt})
-        superseded.pop(committed or "", None)
         current = keys_of_checkpoint(backend, keys, before)
-        now = time.time()
-        replaced = dict(earlier.replaced) if earlier else {}
-        if earlier and earlier.attempt == committed:
-            still_there = (key for key in earlier.replacing if key in keys and key not in current)
-            replaced = dict.fromkeys(still_there, now) | replaced
-        lease = Lease(
-            attempt,
-            began=now,
-            superseded=tuple(superseded),
-            replaced=tuple(replaced.items()),
-            replacing=tuple(sorted(current)),
-            made=tuple(sorted(roots)),
-        )
-        backend.publish(LEASE, lease.to_bytes())
+        lease = take_lease(backend, keys, attempt, roots, LEASE, before, current)
         return cls(backend, lease, before, current)
 
     def commit(self, metadata: Metadata, *, keep_replaced_for: float) -> None:
@@ -90,18 +68,31 @@ class Attempt:
             SupersededError: another attempt leased the folder or committed since `begin`, or the lease is gone; nothing
                 was published.
         """
+        self._publish(METADATA, metadata)
+        self.clean_up(metadata, keep_replaced_for)
+
+    def _publish(self, key: str, metadata: Metadata) -> None:
         self._check_lease()
         published = metadata.to_bytes()
         try:
-            with doubted(self.backend, METADATA, published):
-                self.backend.publish_if(METADATA, published, expected=self.before)
+            with doubted(self.backend, key, published):
+                self.backend.publish_if(key, published, expected=self.before)
         except KeyChangedError as error:
             raise self.superseded("another attempt committed there") from error
+        finally:
+            running.discard(self.lease.attempt)
+
+    def clean_up(self, metadata: Metadata, keep_replaced_for: float) -> None:
+        """Remove what the commit of `metadata` replaced, and what dead attempts left."""
         try:
             self._clean_up(metadata, keep_replaced_for)
         except Exception as error:  # noqa: BLE001  # an error from here would have the published files removed
             # The checkpoint is whole and published; what could not be removed only takes room.
             log_message(logging.WARNING, f"{self.backend.url}: old files could not be removed: {error}")
+
+    def forget(self) -> None:
+        """Give up, once what was written is removed: this attempt publishes nothing."""
+        running.discard(self.lease.attempt)
 
     def facts(self, metadata: Metadata) -> Mapping[str, str]:
         """What the published metadata says of this save."""
@@ -121,7 +112,7 @@ class Attempt:
             self._check_lease()
 
     def _check_lease(self) -> None:
-        holder = leased_attempt(self.backend)
+        holder = leased_attempt(self.backend, self.lease_key)
         if holder is None:
             raise self.superseded("its lease went: somebody removed the checkpoint, or the folder,")
         if holder != self.lease.attempt:
@@ -143,12 +134,72 @@ class Attempt:
         # What the lease lists, anybody may have written; what `.metadata` listed was looked at when it was found.
         self.backend.delete((due & self.replaced_keys) | removable(self.backend, due - self.replaced_keys, None))
         kept = tuple((key, since) for key, since in waiting.items() if key not in due)
-        if self.lease.superseded:
-            self.backend.delete(orphans(self.backend, self.lease.superseded, keep=ours | {key for key, _ in kept}))
-        if kept != self.lease.replaced:
-            self.backend.publish(LEASE, replace(self.lease, replaced=kept).to_bytes())
-        dead = self.lease.superseded
+        superseded = self.lease.superseded
+        if superseded:
+            keep = ours | {key for key, _ in kept}
+            self.backend.delete(orphans(self.backend, superseded, keep=keep, belongs=self._owns))
+        self._remember(replace(self.lease, replaced=kept))
+        dead = {holder.attempt for holder in superseded}
         self.backend.remove_leftovers(silent_for=SILENT_SECONDS, belongs=lambda key: carries_attempt(key, dead))
+
+    def _owns(self, key: str) -> bool:
+        """Whether data files of this name are this attempt's to look after."""
+        del key
+        return True
+
+    def _remember(self, lease: Lease) -> None:
+        """Leave what a later attempt has to know."""
+        if lease != self.lease:
+            self.backend.publish(self.lease_key, lease.to_bytes())
+
+
+def take_lease(
+    backend: Backend,
+    keys: Collection[str],
+    attempt: str,
+    roots: Collection[str],
+    lease_key: str,
+    before: bytes | None,
+    current: frozenset[str],
+) -> Lease:
+    """Publish a lease for `attempt`, once fixed names and messages of those that never committed are out of the way.
+
+    Args:
+        keys: what lies at the root.
+        before: the metadata that the attempt is to replace.
+        current: what the checkpoint that is committed consists of.
+    """
+    earlier = read_lease(backend, lease_key) if lease_key in keys else None
+    committed = _settings_of(before).get("attempt")
+    # A `.metadata` that cannot be read may be the lease's own.
+    readable = before is None or committed is not None
+    made = earlier.made if earlier and earlier.attempt != committed and readable else ()
+    refuse_taken(backend, keys, set(roots) - set(made), before)
+    clear_fixed_names(backend, made)
+    refuse_taken(backend, set(keys) - set(made), set(roots) & set(made), before)
+    # Without its process nothing says that it is over: then only a day's silence does.
+    last = earlier and (earlier.holder if readable else replace(earlier.holder, process=None))
+    found = [*earlier.superseded, last] if earlier and last else []
+    if lease_key == LEASE:
+        apart = (read_lease(backend, key) for key in keys if key != LEASE and is_lease_key(key))
+        found += [holder for lease in apart if lease for holder in (*lease.superseded, lease.holder)]
+    superseded = {holder.attempt: holder for holder in found}
+    clear_mailboxes(backend, superseded.keys() - {attempt})
+    superseded.pop(committed or "", None)
+    now = time.time()
+    replaced = dict(earlier.replaced) if earlier else {}
+    if earlier and earlier.attempt == committed:
+        still_there = (key for key in earlier.replacing if key in keys and key not in current)
+        replaced = dict.fromkeys(still_there, now) | replaced
+    lease = Lease(
+        Holder.beginning(attempt, now),
+        superseded=still_to_clear(superseded.values(), keys, now),
+        replaced=tuple(replaced.items()),
+        replacing=tuple(sorted(current)),
+        made=tuple(sorted(roots)),
+    )
+    backend.publish(lease_key, lease.to_bytes())
+    return lease
 
 
 def _settings_of(data: bytes | None) -> Mapping[str, str]:

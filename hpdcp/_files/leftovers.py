@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
 
 from hpdcp._base.backend import Backend, ByteRange, KeyInfo, checked_key
 from hpdcp._base.errors import CheckpointError, CheckpointExistsError, InvalidArgumentError, StorageError
@@ -12,21 +13,26 @@ from hpdcp._base.timing import log_message
 from hpdcp._comm.mailbox import clear_mailbox
 from hpdcp._files import registry
 from hpdcp._files.foreign import recognise_folder
-from hpdcp._files.lease import SILENT_SECONDS, may_be_removed
+from hpdcp._files.lease import SILENT_SECONDS, Holder, may_be_removed
 from hpdcp._files.parallel import for_each_file
 from hpdcp._files.publish import read_or_none
 from hpdcp._format.checksums import HEAD_BYTES
 from hpdcp._format.container import PREFIX_BYTES
 from hpdcp._format.file_names import (
+    LEASE,
     METADATA,
     DataFileName,
     carries_attempt,
     is_attempt,
     is_data_key,
+    is_lease_key,
     mailbox_folder,
     rank_of_metadata_key,
 )
 from hpdcp._format.metadata import Metadata
+
+_MOST_SUPERSEDED: Final = 1000
+"""More tries than fail in two days; of a folder in which more did, the first ones' files stay until it is removed."""
 
 
 def refuse_taken(backend: Backend, keys: Collection[str], roots: Collection[str], before: bytes | None) -> None:
@@ -133,6 +139,8 @@ def keys_of_checkpoint(backend: Backend, keys: Iterable[str], before: bytes | No
     owned: set[str] = set()
     documents: list[tuple[str, bytes | None]] = [(METADATA, before)]
     for key in keys:
+        if key != LEASE and is_lease_key(key):
+            owned.add(key)
         if rank_of_metadata_key(key) is not None:
             documents.append((key, read_or_none(backend, key)))
             owned.add(key)
@@ -148,18 +156,45 @@ def keys_of_checkpoint(backend: Backend, keys: Iterable[str], before: bytes | No
     return frozenset(owned)
 
 
-def orphans(backend: Backend, superseded: Collection[str], *, keep: set[str]) -> list[str]:
-    """Files that superseded attempts left, and have not touched for a day."""
+def orphans(
+    backend: Backend, superseded: Collection[Holder], *, keep: set[str], belongs: Callable[[str], bool]
+) -> list[str]:
+    """Files that superseded attempts left: at once of those that are known to be over, of others after a day's silence.
+
+    To be called after a commit: where the store compares and replaces in one step, whatever an attempt that is over may
+    still have under way is refused then. Elsewhere it may be published yet, and needs its files.
+    """
     now = time.time()
-    old = [info for info in backend.list_keys() if info.key not in keep and now - info.modified >= SILENT_SECONDS]
-    return [info.key for info in old if is_data_key(info.key) and _belongs(backend, info, superseded)]
+    attempts = {holder.attempt for holder in superseded}
+    over = {holder.attempt for holder in superseded if holder.is_over} if backend.conditional_publish else set()
+
+    def is_left(info: KeyInfo) -> bool:
+        if info.key in keep or not is_data_key(info.key) or not belongs(info.key):
+            return False
+        if carries_attempt(info.key, over):
+            return True
+        return now - info.modified >= SILENT_SECONDS and _wrote(backend, info, attempts)
+
+    return [info.key for info in backend.list_keys() if is_left(info)]
 
 
-def _belongs(backend: Backend, info: KeyInfo, superseded: Collection[str]) -> bool:
-    """Whether one of the superseded attempts wrote the file: its name says so, or its head where the name is plain."""
-    if carries_attempt(info.key, superseded):
+def _wrote(backend: Backend, info: KeyInfo, attempts: Collection[str]) -> bool:
+    """Whether one of the attempts wrote the file: its name says so, or its head where the name is plain."""
+    if carries_attempt(info.key, attempts):
         return True
-    return DataFileName.parse(info.key) is not None and _attempt_in(backend, info.key) in superseded
+    return DataFileName.parse(info.key) is not None and _attempt_in(backend, info.key) in attempts
+
+
+def still_to_clear(superseded: Iterable[Holder], keys: Iterable[str], now: float) -> tuple[Holder, ...]:
+    """Those whose files may still lie about, or come yet: of which there are some, or that began within two days."""
+    written = {name.attempt for key in keys if (name := DataFileName.parse(key)) is not None}
+    plain = None in written
+    left = [
+        holder
+        for holder in superseded
+        if holder.attempt in written or (plain and holder.process is None) or now - holder.began < 2 * SILENT_SECONDS
+    ]
+    return tuple(sorted(left, key=lambda holder: holder.began)[-_MOST_SUPERSEDED:])
 
 
 def attempt_in_header(head: bytes | bytearray) -> str | None:

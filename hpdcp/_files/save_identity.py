@@ -6,7 +6,7 @@ import itertools
 import uuid
 from dataclasses import dataclass
 
-from hpdcp._comm.identity import run_id
+from hpdcp._comm.identity import attempt_id, run_id
 from hpdcp._plan.planner import PlannerContext
 
 _ordinals: dict[tuple[str, str, int], itertools.count[int]] = {}
@@ -18,7 +18,8 @@ class SaveIdentity:
     """One save: settled when it was called in the background, else when it starts."""
 
     attempt: str
-    """Where the ranks have not agreed on it beforehand, the coordinator's is the one that counts."""
+    """The same on all ranks; in a save of all ranks that is not in the background, the coordinator's is the one that
+    counts."""
     run: str
     """Equal on all ranks of a run; counts without collectives."""
     ordinal: int
@@ -32,8 +33,13 @@ def next_ordinal(run: str, url: str, world_size: int) -> int:
 
 def new_identity(url: str, context: PlannerContext) -> SaveIdentity:
     """Of a save that starts now."""
-    attempt = uuid.uuid4().hex[:16]
     if context.collective:
-        return SaveIdentity(attempt, "", 0)
+        return SaveIdentity(uuid.uuid4().hex[:16], "", 0)
+    return agreed_identity(url, context.world_size)
+
+
+def agreed_identity(url: str, world_size: int) -> SaveIdentity:
+    """Of a save that all ranks call now, the same on all of them; nobody waits for anybody."""
     run = run_id()
-    return SaveIdentity(attempt, run, next_ordinal(run, url, context.world_size))
+    ordinal = next_ordinal(run, url, world_size)
+    return SaveIdentity(attempt_id(f"{run} {url}", ordinal, alone=world_size == 1), run, ordinal)

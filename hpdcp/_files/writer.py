@@ -18,7 +18,7 @@ from hpdcp._files.commit import Attempt
 from hpdcp._files.layout import FileNaming, Layout
 from hpdcp._files.lease import leased_attempt
 from hpdcp._files.save_identity import SaveIdentity, new_identity
-from hpdcp._format.file_names import carries_attempt, is_data_key
+from hpdcp._format.file_names import LEASE, carries_attempt, is_data_key, rank_lease_key
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan
@@ -52,7 +52,7 @@ class _Save:
     identity: SaveIdentity
     keep_replaced_for: float
     """Seconds."""
-    attempt: Attempt | RankAttempt | None = None
+    attempt: Attempt | None = None
     """From `begin` on, on the rank that publishes."""
     naming: FileNaming | None = None
     """From `join` on."""
@@ -162,7 +162,7 @@ class FileSystemWriter(StorageWriter):
         if save.context.collective:
             save.attempt = Attempt.begin(save.backend, save.identity.attempt, roots)
         else:
-            save.attempt = RankAttempt.begin(save.backend, save.identity, save.context, roots)
+            save.attempt = RankAttempt.begin_rank(save.backend, save.identity, save.context, roots)
         return SaveStart(save.identity.attempt, save.layout.settings).to_bytes()
 
     def join(self, begun: bytes) -> None:
@@ -201,10 +201,13 @@ class FileSystemWriter(StorageWriter):
         written = save.layout.written()
         ours = [key for key in written if carries_attempt(key, {naming.attempt})]
         fixed = [key for key in written if not is_data_key(key)]
+        lease = LEASE if save.context.collective else rank_lease_key(save.context.rank)
         # By now another save may have files of fixed names: it leased the folder, and they are not ours to remove.
-        if fixed and save.context.collective and leased_attempt(save.backend) == naming.attempt:
+        if fixed and leased_attempt(save.backend, lease) == naming.attempt:
             ours += fixed
         save.backend.delete(ours)
+        if save.attempt is not None:
+            save.attempt.forget()
 
     @property
     def _current(self) -> _Save:

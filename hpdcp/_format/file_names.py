@@ -3,6 +3,7 @@
     .metadata                         what the checkpoint holds; published last, so that its presence means whole
     3.metadata                        instead, one for each rank, where ranks save each for itself
     .attempt                          the lease: which attempt saves to the folder now
+    3.attempt                         instead, of rank 3, while it saves for itself
     _rank3_.<attempt>.safetensors     data of rank 3; `_rank3_.1.<attempt>.safetensors` is its second such file
     _rank3_.safetensors               the same from earlier versions: read, and never written any more
     .mailbox-<attempt>/...            messages of ranks that exchange through storage
@@ -42,6 +43,17 @@ def rank_of_metadata_key(key: str) -> int | None:
     """
     rank, dot, rest = key.partition(".")
     return int(rank) if dot + rest == METADATA and rank.isascii() and rank.isdigit() else None
+
+
+def rank_lease_key(rank: int) -> str:
+    """The lease of `rank` while it saves without collectives."""
+    return f"{rank}{LEASE}"
+
+
+def is_lease_key(key: str) -> bool:
+    """Whether it is `.attempt`, or `{rank}.attempt`."""
+    rank, dot, rest = key.partition(".")
+    return key == LEASE or (dot + rest == LEASE and rank.isascii() and rank.isdigit())
 
 
 def is_metadata_key(key: str) -> bool:

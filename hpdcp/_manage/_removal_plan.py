@@ -16,7 +16,7 @@ from hpdcp._base.errors import (
     StorageError,
 )
 from hpdcp._files import registry
-from hpdcp._files.lease import SILENT_SECONDS, Lease
+from hpdcp._files.lease import SILENT_SECONDS, Holder, Lease
 from hpdcp._files.leftovers import attempt_in_header, removable
 from hpdcp._files.publish import read_or_none
 from hpdcp._format.checksums import HEAD_BYTES
@@ -27,6 +27,7 @@ from hpdcp._format.file_names import (
     begins_as_data,
     carries_attempt,
     is_attempt,
+    is_lease_key,
     is_metadata_key,
     mailbox_folder,
     rank_of_metadata_key,
@@ -47,7 +48,7 @@ class Removal:
     data: tuple[str, ...]
     """Data files and messages, sorted."""
     lease: bool
-    """Whether there is a lease to remove, `.attempt`."""
+    """Whether there is a lease to remove, `.attempt`; those of single ranks are among the data."""
     nbytes: int
     """Of all of them together."""
     foreign: tuple[str, ...]
@@ -81,10 +82,12 @@ class FolderContents:
     """Data files that they, or the lease, list, and their recorded sizes, 0 where there is none."""
     committed: set[str] = field(default_factory=set)
     """Attempts that they name."""
-    lease: Lease | None = None
+    leases: dict[str, Lease] = field(default_factory=dict)
+    """By key, those that can be read: of the folder, and of ranks that save each for itself."""
     lease_bytes: bytes | None = None
+    """The folder's."""
     attempts: set[str] = field(default_factory=set)
-    """Those that metadata, lease or, without a lease, files name."""
+    """Those that metadata, leases or, without a lease, files name."""
     messages: dict[str, int] = field(default_factory=dict)
     """Messages of these attempts, and their sizes."""
 
@@ -98,10 +101,12 @@ class FolderContents:
         """
         found = cls(backend, {info.key: info for info in backend.list_keys()})
         found._read_metadata(force=force)
-        found._read_lease()
+        for key in filter(is_lease_key, found.infos):
+            found._read_lease(key)
         found.attempts |= found.committed
-        if found.lease is None and METADATA not in found.infos:
-            # Ranks that save each for itself leave no lease: a file that names its attempt itself is all there is.
+        if not found.leases and METADATA not in found.infos:
+            # In earlier versions ranks that saved each for itself had no lease: a file that names its attempt itself is
+            # all there is.
             found.attempts |= set(found._unlisted().values())
         if not found.documents and found.lease_bytes is None and not found.attempts:
             raise CheckpointNotFoundError(_nothing_there(backend, list(found.infos)))
@@ -137,18 +142,26 @@ class FolderContents:
             if is_attempt(attempt):
                 self.committed.add(attempt)
 
-    def _read_lease(self) -> None:
-        self.lease_bytes = read_or_none(self.backend, LEASE) if LEASE in self.infos else None
-        self.lease = None if self.lease_bytes is None else Lease.from_bytes(self.lease_bytes)
-        if self.lease is None:
+    def _read_lease(self, key: str) -> None:
+        data = read_or_none(self.backend, key)
+        if key == LEASE:
+            self.lease_bytes = data
+        lease = None if data is None else Lease.from_bytes(data)
+        if lease is None:
             return
-        self.attempts |= set(filter(is_attempt, [*self.lease.superseded, self.lease.attempt]))
+        self.leases[key] = lease
+        self.attempts |= {holder.attempt for holder in self.holders() if is_attempt(holder.attempt)}
         # `replacing` is what an attempt means to remove once it has committed, or what is committed still.
-        kept = [key for key, _ in self.lease.replaced]
-        leased = _data_files([*kept, *self.lease.replacing, *self._made_by(self.lease)])
+        kept = [key for key, _ in lease.replaced]
+        leased = _data_files([*kept, *lease.replacing, *self._made_by(lease)])
         there = [key for key in leased if key not in self.listed and (key in self.infos or "/" in key)]
         for key in removable(self.backend, there, None):
             self.listed.setdefault(key, 0)
+
+    def holders(self) -> Iterator[Holder]:
+        """Every attempt that a lease names, with what tells whether it is over."""
+        for lease in self.leases.values():
+            yield from (*lease.superseded, lease.holder)
 
     def _made_by(self, lease: Lease) -> Iterator[str]:
         """What an attempt that has not committed made under names that are the same in every attempt."""
@@ -188,6 +201,7 @@ class FolderContents:
         # What other layouts put into sub-folders was not listed here: that one of them is missing does no harm.
         own = {key for key in self.listed if key in self.infos or "/" in key}
         own |= {key for key, info in self.infos.items() if key not in own and self._belongs(info)}
+        own |= self.leases.keys() - {LEASE}
         has_lease = self.lease_bytes is not None
         gone = {*own, *self.documents, *self.messages, *([LEASE] if has_lease else [])}
         sizes = self.listed | {key: info.size for key, info in self.infos.items()} | self.messages
@@ -203,23 +217,25 @@ class FolderContents:
 
     def refuse_if_in_progress(self) -> None:
         """Raise where an attempt that has not committed may still be at work."""
-        if self.lease is not None:
-            holder = self.lease.attempt
-            at_work = None if holder in self.committed or holder.startswith(REMOVAL) else holder
-            last = self.lease.began
-        else:
-            # Each rank for itself: an attempt that wrote data and that no metadata names.
-            at_work = min(self.attempts - self.committed, default=None)
-            last = 0.0
-        if at_work is None:
+        holders = [lease.holder for lease in self.leases.values()]
+        if not self.leases:
+            # Of an earlier version, each rank for itself: an attempt that wrote data and that no metadata names.
+            holders = [Holder(attempt, 0.0) for attempt in sorted(self.attempts)]
+        at_work = [
+            holder
+            for holder in holders
+            if holder.attempt not in self.committed and not holder.attempt.startswith(REMOVAL) and not holder.is_over
+        ]
+        if not at_work:
             return
-        times = [self.infos[key].modified for key in (*_data_files(self.infos), *({LEASE} & self.infos.keys()))]
+        last = max(holder.began for holder in at_work)
+        times = [self.infos[key].modified for key in (*_data_files(self.infos), *filter(is_lease_key, self.infos))]
         silent = time.time() - max([last, *times])
         if silent < SILENT_SECONDS:
             raise CheckpointExistsError(
-                f"{self.backend.url}: attempt {at_work} began to save here, has not committed, and was last seen "
-                f"{_ago(silent)} ago: it may be in progress. Wait for it; or, if no job saves here any more, remove it "
-                "with force (hpdcp rm --force), after which that attempt publishes nothing."
+                f"{self.backend.url}: attempt {at_work[0].attempt} began to save here, has not committed, and was last "
+                f"seen {_ago(silent)} ago: it may be in progress. Wait for it; or, if no job saves here any more, "
+                "remove it with force (hpdcp rm --force), after which that attempt publishes nothing."
             )
 
 

@@ -26,7 +26,7 @@ from hpdcp._base.backend import Backend
 from hpdcp._base.errors import StorageError, SupersededError
 from hpdcp._base.saves_in_flight import wait_for_saves_to
 from hpdcp._files import registry
-from hpdcp._files.lease import SILENT_SECONDS, Lease
+from hpdcp._files.lease import SILENT_SECONDS, Holder, Lease
 from hpdcp._files.publish import read_or_none
 from hpdcp._format.file_names import LEASE
 from hpdcp._manage._removal_plan import REMOVAL, FolderContents, Removal, fixed_names
@@ -93,9 +93,8 @@ class _Execution:
         backend, planned = self._backend, self._planned
         now = time.time()
         ours = Lease(
-            REMOVAL + uuid.uuid4().hex[:16],
-            began=now,
-            superseded=tuple(self._contents.attempts),
+            Holder(REMOVAL + uuid.uuid4().hex[:16], now),
+            superseded=tuple(self._contents.holders()),
             replaced=tuple((key, now) for key in planned.data if key not in self._contents.messages),
             made=tuple(sorted({key.partition("/")[0] for key in fixed_names(planned.data)})),
         ).to_bytes()

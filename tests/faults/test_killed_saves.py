@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.crash_points import KINDS
 from tests.support.ranks import forked_python
 
 HERE = Path(__file__).parent
@@ -33,8 +34,12 @@ def test_a_save_killed_at_any_moment_leaves_the_old_or_the_new_step(tmp_path: Pa
     print(seed, output)
 
 
-def test_a_save_ended_before_any_of_its_system_calls_leaves_the_old_or_the_new_step(fast_folder: Path) -> None:
-    forked_python(["-W", "error", str(HERE / "crash_points.py"), str(fast_folder)], timeout=110)
+@pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
+def test_a_save_ended_before_any_of_its_system_calls_leaves_the_old_or_the_new_step(
+    fast_folder: Path, kind: str
+) -> None:
+    """And the save after it leaves nothing of what was killed."""
+    forked_python(["-W", "error", str(HERE / "crash_points.py"), str(fast_folder), kind], timeout=110)
 
 
 def test_a_load_beside_a_writer_gives_one_step_or_says_that_it_was_replaced(fast_folder: Path) -> None:

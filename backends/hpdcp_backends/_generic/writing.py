@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterable
 from typing import Final
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from hpdcp._base.backend import TEMPORARY_PREFIX
+from hpdcp._base.backend import temporary_name
 from hpdcp._base.errors import NotSupportedError, StorageError
 from hpdcp_backends._generic.connection import Connection
 from hpdcp_backends._generic.stores import make_folder
@@ -64,10 +63,10 @@ class Writer:
             raise
 
     def write_and_rename(self, key: str, pieces: Iterable[bytes]) -> None:
-        """Write a file of another name in the same folder, then give it the key's."""
+        """Write a file of another name at the root, where what killed writers leave is looked for, and rename it."""
         path = self._connection.path(key)
         folder = path.rpartition("/")[0]
-        temporary = f"{folder}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        temporary = f"{self._connection.root}/{temporary_name()}"
         with self._connection.using("write", key) as files:
             if "/" in key:
                 make_folder(files, folder)

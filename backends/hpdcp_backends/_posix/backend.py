@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,9 @@ from hpdcp._base.backend import (
     can_be_key,
     checked_buffers,
     checked_key,
+    is_left_over,
     storage_error,
+    temporary_name,
     truncated,
 )
 from hpdcp._base.errors import CheckpointNotFoundError, HpdcpError, InvalidArgumentError, StorageError
@@ -243,7 +244,8 @@ class PosixBackend(Backend):
                     self._lock.remove()
                 elif entry.name.startswith(TEMPORARY_PREFIX) and entry.is_file(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):
-                        if now - entry.stat(follow_symlinks=False).st_mtime >= silent_for:
+                        silent = now - entry.stat(follow_symlinks=False).st_mtime
+                        if silent >= silent_for or is_left_over(entry.name):
                             os.unlink(os.path.join(self.url, entry.name))
 
     def _unlink(self, key: str, path: str) -> None:
@@ -301,8 +303,8 @@ class PosixBackend(Backend):
             raise storage_error(error, doing=doing, url=self.url, key=key) from error
 
     def _replace(self, key: str, path: str, buffers: Iterable[memoryview], size: int) -> None:
-        """Write a file of another name in the same folder, then give it this name."""
-        temporary = os.path.join(os.path.dirname(path), TEMPORARY_PREFIX + secrets.token_hex(8))
+        """Write a file of another name at the root, where what killed writers leave is looked for, and rename it."""
+        temporary = os.path.join(self.url, temporary_name())
         self._create(key, temporary, buffers, size, rename_to=path)
 
     def _create(
@@ -327,7 +329,7 @@ class PosixBackend(Backend):
                 os.close(descriptor)
                 if rename_to is not None:
                     self._rename(path, rename_to, created)
-                sync_folder(os.path.dirname(path))
+                sync_folder(os.path.dirname(rename_to or path))
         except BaseException:
             # After the rename there is nothing under `path`: the key keeps the new bytes, whole, if not yet durable.
             with contextlib.suppress(OSError):
@@ -336,9 +338,15 @@ class PosixBackend(Backend):
             raise
 
     def _rename(self, path: str, to: str, created: tuple[int, ...]) -> None:
-        """Give the file `created` its name."""
+        """Give the file `created` its name, in a folder that is made where it is missing."""
         del created
-        os.replace(path, to)
+        try:
+            os.replace(path, to)
+        except FileNotFoundError:
+            if os.path.dirname(to) == self.url:
+                raise
+            make_folders(os.path.dirname(to))
+            os.replace(path, to)
 
     def _open_new(self, key: str, path: str) -> int:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC

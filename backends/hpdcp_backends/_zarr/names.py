@@ -18,7 +18,7 @@ _UNSAFE: Final = re.compile(r"[%/\\\x00-\x1f\x7f\ud800-\udfff]")
 _RESERVED: Final = frozenset({"c", "zarr.json"})
 _FIXED: Final = re.compile(r"(?:.*/)?(?:zarr\.json|c(?:/[0-9]+)*)", re.DOTALL)
 _MARKS: Final = frozenset({"zarr.json", ".zgroup", ".zarray"})
-_OURS: Final = re.compile(r"_rank|[0-9]+\.metadata\Z")
+_OURS: Final = re.compile(r"_rank|[0-9]+\.(metadata|attempt)\Z")
 
 
 def escape(component: object, *, root: bool = False) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,7 +15,10 @@ import pytest
 import torch
 
 import hpdcp
+from hpdcp._base.backend import TEMPORARY_PREFIX, temporary_name
 from hpdcp._base.errors import StorageError
+from hpdcp._base.processes import ProcessMark
+from hpdcp._files import lease, leftovers
 from hpdcp._files.commit import Attempt
 from hpdcp._files.lease import Lease
 from hpdcp._format.file_names import LEASE, METADATA
@@ -77,6 +81,137 @@ def test_files_of_a_dead_attempt_stay_for_a_day(tmp_path: Path) -> None:
     age(*young, hours=25)
     hpdcp.save(state(3.0), checkpoint_id=tmp_path)
     assert not young[0].exists()
+
+
+def process(pid: int, **changes: str) -> dict[str, object]:
+    return ProcessMark.of(pid).to_json() | changes
+
+
+def held_by(folder: Path, process: dict[str, object]) -> None:
+    """As if that process had begun the last attempt."""
+    (folder / LEASE).write_text(json.dumps(json.loads((folder / LEASE).read_bytes()) | {"process": process}))
+
+
+def test_files_of_an_attempt_whose_process_is_known_to_be_dead_go_with_the_next_commit(tmp_path: Path) -> None:
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        mark = process(child.pid)
+        left = {kind: abandon(tmp_path, kind * 16)[0] for kind in "abcd"}
+        for kind, holder in zip(
+            "abcd",
+            (mark, mark | {"host": "other", "where": "another boot"}, process(os.getpid()), mark | {"started": "1"}),
+            strict=True,
+        ):
+            # The attempts one after the other, each found by the next.
+            begin_again(tmp_path, kind * 16)
+            held_by(tmp_path, holder)
+        hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+        assert {kind for kind in left if left[kind].exists()} == {"a", "b", "c"}, "all but the pid that was given again"
+        child.kill()
+    hpdcp.save(state(3.0), checkpoint_id=tmp_path)
+    assert {kind for kind in left if left[kind].exists()} == {"b", "c"}, "not one of another host, nor a live one"
+    lease.running.discard("c" * 16)
+    age(left["b"])
+    new = hpdcp.save(state(4.0), checkpoint_id=tmp_path)
+    assert names(tmp_path) == {METADATA, LEASE, *new.files}
+
+
+def begin_again(folder: Path, attempt: str) -> None:
+    Attempt.begin(LocalBackend(str(folder)), attempt)
+
+
+def test_where_nothing_is_published_in_one_step_dead_attempts_keep_their_files_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What their process has sent may be published yet."""
+    monkeypatch.setattr(LocalBackend, "conditional_publish", False)
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+    [left] = abandon(tmp_path, "a" * 16)
+    lease.running.discard("a" * 16)
+    hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert left.exists()
+    age(left)
+    hpdcp.save(state(3.0), checkpoint_id=tmp_path)
+    assert not left.exists()
+
+
+def test_attempts_that_left_nothing_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+    clock = time.time
+    backend = LocalBackend(str(tmp_path))
+    for number in range(20):
+        begun = Attempt.begin(backend, f"{number:016x}")
+        assert len(begun.lease.superseded) == number
+    monkeypatch.setattr(time, "time", lambda: clock() + 50 * 3600)
+    assert len(Attempt.begin(backend, "f" * 16).lease.superseded) == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(leftovers, "_MOST_SUPERSEDED", 5)
+    assert len(Attempt.begin(backend, "e" * 16).lease.superseded) <= 5
+
+
+@pytest.mark.parametrize("no_dist", [False, True])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interrupt_removes_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], no_dist: bool
+) -> None:
+    old = hpdcp.save(state(), checkpoint_id=tmp_path, no_dist=no_dist)
+    before = names(tmp_path)
+    write = LocalBackend.write
+    written: list[str] = []
+
+    def interrupted(backend: LocalBackend, key: str, *given: object, **named: object) -> None:
+        if written:
+            raise kind
+        write(backend, key, *given, **named)  # type: ignore[arg-type]
+        written.append(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "write", interrupted)
+        with pytest.raises(kind):
+            hpdcp.save(state(2.0), checkpoint_id=tmp_path, no_dist=no_dist)
+    assert written
+    assert names(tmp_path) == before
+    assert set(old.files) < before
+    assert loaded(tmp_path) == 1.0
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_an_interrupt_while_it_is_published_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: bool
+) -> None:
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+    publish = LocalBackend.publish
+
+    def interrupted(backend: LocalBackend, key: str, data: bytes) -> None:
+        if key != METADATA or published:
+            publish(backend, key, data)
+        if key == METADATA:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert loaded(tmp_path) == 1.0 + published
+    new = hpdcp.save(state(3.0), checkpoint_id=tmp_path)
+    assert names(tmp_path) == {METADATA, LEASE, *new.files}
+
+
+def test_temporary_files_of_dead_processes_go_at_once_and_others_after_a_day(tmp_path: Path) -> None:
+    hpdcp.save(state(), checkpoint_id=tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        mine = temporary_name()
+        dead = mine.replace(ProcessMark.current().token, ProcessMark.of(child.pid).token)
+        child.kill()
+    old = TEMPORARY_PREFIX + "0123456789abcdef"  # as earlier versions named them
+    for name in (mine, dead, old):
+        (tmp_path / name).write_bytes(b"x")
+    hpdcp.save(state(2.0), checkpoint_id=tmp_path)
+    assert {mine, old} < names(tmp_path)
+    assert dead not in names(tmp_path)
+    age(tmp_path / mine, tmp_path / old)
+    hpdcp.save(state(3.0), checkpoint_id=tmp_path)
+    assert not names(tmp_path) & {mine, old}
 
 
 def test_plain_names_of_a_dead_attempt_go_only_when_the_file_says_that_it_is_its_own(tmp_path: Path) -> None:

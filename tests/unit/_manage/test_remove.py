@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hpdcp
 from hpdcp._base.backend import Backend
@@ -219,7 +218,7 @@ def by_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, *, ranks: Iterab
     monkeypatch.setenv("HPDCP_RUN_ID", "test")
     for rank in ranks:
         begin_run()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=2)
         try:
             hpdcp.save({"seed": hpdcp.PerRank(rank), "w": torch.ones(2)}, checkpoint_id=folder, use_collectives=False)
         finally:
