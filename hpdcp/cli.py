@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from hpdcp._base.errors import HpdcpError, InvalidArgumentError
 
 _NEEDED = ("rich", "tqdm", "typer")
-_LOOKING = frozenset({"inspect", "verify", "config"})
+_LOOKING = frozenset({"inspect", "verify", "ls", "config"})
 """Commands that answer one question about one checkpoint: one that cannot be read is an answer."""
 _INTERRUPTED = 130
 """As shells have it: 128 and the number of SIGINT."""
@@ -19,8 +19,8 @@ _INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (`sys.argv`, unless `arguments` are given) and exit.
 
-    Status 0: done; sound; equal. 1: damaged; different; not confirmed; for `inspect` and `verify` also: there is no
-    whole checkpoint, or it cannot be read. 2: wrong usage, or a wrong configuration. 3: for all other commands, an
+    Status 0: done; sound; equal. 1: damaged; different; not confirmed; for `inspect`, `verify` and `ls` also: there is
+    no whole checkpoint, or it cannot be read. 2: wrong usage, or a wrong configuration. 3: for all other commands, an
     error of a checkpoint or a store. 130: interrupted. An error of hpdcp is one line on stderr, under torchrun one for
     each host.
     """

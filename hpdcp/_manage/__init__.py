@@ -8,5 +8,6 @@ In comes a location, out comes a record; nothing is printed. The checkpoints of 
               `_marks` say what is held, read or removed (`_holding`)
     load      `_run_loads` takes the newest step that is sound
 
-Face: `inspect`, `verify`, `compare`, `remove`; `run`, `step_record`, `retention`, `prune`.
+Face: `inspect`, `verify`, `compare`, `remove`; `run`, `run_steps`, `step_record`, `retention`,
+`prune`.
 """

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from hpdcp._base.errors import HpdcpError
 from hpdcp._base.threads import Threads
 from hpdcp._base.timing import log_message
-from hpdcp._manage._run_folder import RunFolder
-from hpdcp._manage.prune import Opening, prune_steps
+from hpdcp._manage._run_folder import Opening, RunFolder
+from hpdcp._manage.prune import prune_steps
 from hpdcp._manage.retention import Keep
 
 

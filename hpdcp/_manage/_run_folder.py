@@ -6,11 +6,13 @@ request for every file, of which there may be thousands in each step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
 
 from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import (
@@ -20,6 +22,7 @@ from hpdcp._base.errors import (
     KeyTruncatedError,
     UnsupportedFormatError,
 )
+from hpdcp._files import registry
 from hpdcp._files.lease import SILENT_SECONDS, Lease
 from hpdcp._files.parallel import for_each_file
 from hpdcp._files.publish import read_or_none
@@ -35,6 +38,38 @@ from hpdcp._manage.step_record import StepRecord, StepState
 
 _HEAD_BYTES: Final = 32 << 10
 """Of a `.metadata`, in which its settings are: some 20 columns, and at most 8 KiB of a step's facts, escaped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a run, and each of its steps, is opened: as `FileSystemReader` takes it."""
+
+    backend: str | None = None
+    storage_options: Mapping[str, Any] | None = None
+
+    def open(self, url: str) -> Backend:
+        """The byte store at `url`."""
+        return registry.open_backend(url, name=self.backend, storage_options=self.storage_options)
+
+
+@contextlib.contextmanager
+def open_run(location: str | Path, name: str | None, opening: Opening) -> Iterator[RunFolder]:
+    """The steps of a run, from one process alone.
+
+    Args:
+        name: how they are called; None: as most folders with a number are called there.
+
+    Raises:
+        CheckpointNotFoundError: no folder there is called so.
+    """
+    with opening.open(registry.resolve_checkpoint_id(location)) as backend:
+        folders = backend.list_folders()
+        names = StepNames.of(name, folders)
+        if not names.steps(folders):
+            raise CheckpointNotFoundError(
+                f"{backend.url} has no folder called as {names.pattern!r}. Is the path right?"
+            )
+        yield RunFolder(backend, names)
 
 
 class RunFolder:

@@ -26,8 +26,7 @@ from hpdcp._files.reader import FileSystemReader
 from hpdcp._manage._file_verifier import FileVerifier
 from hpdcp._manage._holding import whole_step
 from hpdcp._manage._marks import READING, marked
-from hpdcp._manage._run_folder import RunFolder
-from hpdcp._manage.prune import Opening
+from hpdcp._manage._run_folder import Opening, RunFolder
 from hpdcp._manage.step_record import StepRecord, StepState
 from hpdcp._plan.planner import LoadPlanner
 

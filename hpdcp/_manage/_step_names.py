@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -12,6 +13,7 @@ from hpdcp._base.errors import InvalidArgumentError
 
 DEFAULT_NAME: Final = "step_{step:08d}"
 _FIELD: Final = re.compile(r"\{step(:0?\d*d)?\}")
+_LAST_NUMBER: Final = re.compile(r"^(.*?)([0-9]+)([^0-9]*)$", re.DOTALL)
 _MOST_DIGITS: Final = 18
 """As many as an int64 holds."""
 
@@ -34,6 +36,25 @@ class StepNames:
                 f"name is {self.pattern!r}; expected the name of one folder with {{step}} in it once, such as "
                 f"{DEFAULT_NAME!r} or 'step_{{step}}'."
             )
+
+    @classmethod
+    def of(cls, pattern: str | None, folders: Iterable[str]) -> StepNames:
+        """By the pattern; without one, as folders with numbers are called there, most of them the same.
+
+        >>> StepNames.of(None, ["logs", "it-5.ckpt", "it-10.ckpt", "v2"]).pattern
+        'it-{step}.ckpt'
+        >>> StepNames.of(None, ["it-5", "step_5"]).pattern == StepNames.of(None, []).pattern == DEFAULT_NAME
+        True
+        """
+        if pattern is not None:
+            return cls(pattern)
+        usual = cls()
+        names = list(folders)
+        if usual.steps(names):
+            return usual
+        shapes = Counter(_LAST_NUMBER.sub(r"\1{step}\3", name) for name in names if not {"{", "}"} & set(name))
+        found = [(count, shape) for shape, count in shapes.items() if "{step}" in shape]
+        return cls(max(found)[1]) if found else usual
 
     def folder(self, step: int) -> str:
         """The folder of a step that is saved now."""

@@ -18,15 +18,13 @@ from typing import Any
 from hpdcp._base.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, StorageError
 from hpdcp._base.timing import log_message
 from hpdcp._comm.identity import run_id
-from hpdcp._files import registry
 from hpdcp._manage._marks import REMOVING, marked
-from hpdcp._manage._run_folder import RunFolder
-from hpdcp._manage._step_names import DEFAULT_NAME, StepNames
+from hpdcp._manage._run_folder import Opening, RunFolder, open_run
 from hpdcp._manage.remove import Removal, remove_checkpoint
 from hpdcp._manage.retention import Keep, reasons_to_keep
 from hpdcp._manage.step_record import StepRecord, StepState
 
-__all__ = ["Opening", "Pruning", "prune_run", "prune_steps", "remove_step"]
+__all__ = ["Pruning", "prune_run", "prune_steps", "remove_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +43,11 @@ class Pruning:
     dry_run: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """How the steps of a run are opened."""
-
-    backend: str | None = None
-    storage_options: Mapping[str, Any] | None = None
-
-
 def prune_run(
     location: str | Path,
     keep: Keep,
     *,
-    name: str = DEFAULT_NAME,
+    name: str | None = None,
     dry_run: bool = False,
     backend: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -69,7 +59,7 @@ def prune_run(
 
     Args:
         location: the run's folder or URL.
-        name: how its steps are called, as for `Checkpoints`.
+        name: how its steps are called, as for `Checkpoints`; None: as most folders with a number are called there.
         backend, storage_options: as `FileSystemReader` takes them.
 
     Raises:
@@ -78,12 +68,9 @@ def prune_run(
     """
     if not isinstance(keep, Keep):
         raise InvalidArgumentError(f"keep is a {type(keep).__qualname__}; expected a policy, as hpdcp.keep.latest(3).")
-    url = registry.resolve_checkpoint_id(location)
-    with registry.open_backend(url, name=backend, storage_options=storage_options) as opened:
-        folder = RunFolder(opened, StepNames(name))
-        if not folder.look():
-            raise CheckpointNotFoundError(f"{opened.url} holds no folder called as {name!r}. Is the path right?")
-        return prune_steps(folder, keep, Opening(backend, storage_options), run=run_id(), dry_run=dry_run)
+    opening = Opening(backend, storage_options)
+    with open_run(location, name, opening) as folder:
+        return prune_steps(folder, keep, opening, run=run_id(), dry_run=dry_run)
 
 
 def prune_steps(

@@ -26,13 +26,13 @@ from hpdcp._files.writer import FileSystemWriter
 from hpdcp._manage._background_pruning import BackgroundPruning
 from hpdcp._manage._holding import hold_step, release_step
 from hpdcp._manage._preemption import SignalWatch
-from hpdcp._manage._run_folder import RunFolder
+from hpdcp._manage._run_folder import Opening, RunFolder
 from hpdcp._manage._run_loads import LoadOptions, load_newest, load_step
 from hpdcp._manage._run_saves import RunSaves, finished
 from hpdcp._manage._schedule import Schedule
 from hpdcp._manage._step_facts import StepFacts, checked_metrics, checked_user
 from hpdcp._manage._step_names import DEFAULT_NAME, StepNames
-from hpdcp._manage.prune import Opening, Pruning, prune_steps, remove_step
+from hpdcp._manage.prune import Pruning, prune_steps, remove_step
 from hpdcp._manage.retention import Keep, ranked
 from hpdcp._manage.step_record import StepRecord
 from hpdcp._plan.planner import LoadPlanner, SavePlanner
@@ -355,9 +355,7 @@ class Checkpoints:
         return self._folder
 
     def _open(self) -> RunFolder:
-        options = self._opening.storage_options
-        backend = registry.open_backend(self._url, name=self._opening.backend, storage_options=options)
-        return RunFolder(backend, self._names)
+        return RunFolder(self._opening.open(self._url), self._names)
 
     def _on_rank_0(self, step: str, action: Callable[[], None]) -> None:
         def done() -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -53,6 +54,8 @@ class StepRecord:
     """Whether a load reads it now."""
     being_removed: bool = False
     """Whether somebody removes it now."""
+    nbytes: int | None = None
+    """Of its files together, where that was asked for, whatever their state."""
 
     @property
     def is_whole(self) -> bool:
@@ -60,10 +63,12 @@ class StepRecord:
         return self.state is StepState.WHOLE
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` makes an equal record of."""
-        return asdict(self)
+        """What `from_json` makes an equal record of; JSON has no word for nan and inf, which are texts."""
+        metrics = {name: value if math.isfinite(value) else repr(value) for name, value in self.metrics.items()}
+        return {**asdict(self), "metrics": metrics}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> StepRecord:
         """The record that `to_json` was asked of."""
-        return cls(**{**fields, "state": StepState(fields["state"])})
+        metrics = {name: float(value) for name, value in fields["metrics"].items()}
+        return cls(**{**fields, "state": StepState(fields["state"]), "metrics": metrics})

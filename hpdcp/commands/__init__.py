@@ -11,6 +11,8 @@ from hpdcp.commands.config import show
 from hpdcp.commands.convert import dcp_to_dcp, dcp_to_hf, dcp_to_torch, hf_to_dcp, torch_to_dcp
 from hpdcp.commands.diff import diff
 from hpdcp.commands.inspect import inspect
+from hpdcp.commands.ls import hold, ls, release
+from hpdcp.commands.prune import prune
 from hpdcp.commands.rm import rm
 from hpdcp.commands.verify import verify
 
@@ -47,6 +49,10 @@ app.command()(verify)
 app.command()(diff)
 app.add_typer(convert_app, name="convert")
 app.command()(rm)
+app.command()(ls)
+app.command()(prune)
+app.command()(hold)
+app.command()(release)
 app.add_typer(config_app, name="config")
 convert_app.command()(hf_to_dcp)
 convert_app.command()(dcp_to_hf)

@@ -48,6 +48,7 @@ from hpdcp.commands.convert_options import (
 from hpdcp.commands.name_maps import NameTable
 from hpdcp.commands.options import AsJson, Bar, DryRun, ShowBar
 from hpdcp.commands.output import leave_to_rank_0, print_json, show
+from hpdcp.commands.run_options import located
 
 _LONGEST_STEP: Final = timedelta(days=7)
 """A rank that is done waits for those that still write, however long that takes: torchrun ends all when one dies."""
@@ -153,7 +154,7 @@ def dcp_to_hf(
 
     def convert() -> Conversion:
         return convert_dcp_to_huggingface(
-            src,
+            located(src, src_backend, src_storage_options),
             dst,
             max_shard_size=max_shard_size,
             prefix=prefix,
@@ -192,7 +193,7 @@ def dcp_to_torch(
 
     def convert() -> Conversion:
         return convert_dcp_to_torch(
-            src,
+            located(src, src_backend, src_storage_options),
             dst,
             allow_pickle=allow_pickle or None,
             dry_run=dry_run,
@@ -222,7 +223,7 @@ def dcp_to_dcp(
 
     def convert() -> Conversion:
         return convert_dcp_to_dcp(
-            src,
+            located(src, src_backend, src_storage_options),
             dst,
             layout=layout,
             dry_run=dry_run,

@@ -14,6 +14,7 @@ from hpdcp._manage.compare import compare_checkpoints
 from hpdcp.commands.difference_report import as_document, report
 from hpdcp.commands.options import AsJson, Bar, ShowBar, backend_option, storage_options_option
 from hpdcp.commands.output import leave_to_rank_0, print_json, show
+from hpdcp.commands.run_options import located
 
 A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or Hugging Face weights.", show_default=False)]
 B = Annotated[str, typer.Argument(metavar="B", help="The other one.", show_default=False)]
@@ -80,8 +81,8 @@ def diff(
             return opened.enter_context(progress.bar("diff", when=bar.value))
 
         found = compare_checkpoints(
-            a,
-            b,
+            located(a, backend_a, storage_options_a),
+            located(b, backend_b, storage_options_b),
             values=values,
             rtol=rtol,
             atol=atol,

@@ -29,6 +29,7 @@ from hpdcp.commands.output import (
     table_of,
     text_of,
 )
+from hpdcp.commands.run_options import located
 
 
 def inspect(
@@ -49,6 +50,7 @@ def inspect(
     if tree and as_json:
         raise typer.BadParameter("--tree and --json exclude each other.")
     reader = FileSystemReader(backend=backend, storage_options=storage_options)
+    url = located(url, backend, storage_options)
     report = inspect_checkpoint(url, pattern=pattern, reader=reader)
     if pattern is not None and not report.entries:
         note(f"no name matches --filter {pattern!r}; without it, all are shown.")

@@ -55,7 +55,14 @@ def storage_options_option(flag: str, whose: str) -> Any:
     return typer.Option(flag, metavar="JSON|@FILE", parser=read_storage_options, help=about)
 
 
-Url = Annotated[str, typer.Argument(metavar="URL", help="The checkpoint's folder or URL.", show_default=False)]
+Url = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL",
+        help="The checkpoint's folder or URL; RUN@latest or RUN@500 for a step of a run.",
+        show_default=False,
+    ),
+]
 BackendName = Annotated[str | None, backend_option("--backend", "the backend")]
 StorageOptions = Annotated[dict[str, Any] | None, storage_options_option("--storage-options", "the location")]
 

@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._manage.remove import Removal, remove_checkpoint
+from hpdcp._manage.run_steps import locate_step
 from hpdcp.commands.options import AsJson, BackendName, DryRun, StorageOptions, Url
 from hpdcp.commands.output import count_of, leave_to_rank_0, note, plain, print_json, show, size_of, text_of
 
@@ -49,7 +50,7 @@ def rm(
         return confirmed
 
     removal = remove_checkpoint(
-        url,
+        locate_step(url, to_remove=True, backend=backend, storage_options=storage_options),
         backend=backend,
         storage_options=storage_options,
         force=force,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import typer
 from rich.console import RenderableType
 from rich.text import Text
 
 from hpdcp._base import progress
+from hpdcp._base.errors import CheckpointError, CheckpointNotFoundError
 from hpdcp._files.reader import FileSystemReader
+from hpdcp._manage.run_steps import list_steps
+from hpdcp._manage.step_record import StepRecord, StepState
 from hpdcp._manage.verify import VerifyReport, verify_checkpoint
 from hpdcp.commands.options import AsJson, BackendName, Bar, ShowBar, StorageOptions, Url
 from hpdcp.commands.output import (
@@ -23,6 +27,7 @@ from hpdcp.commands.output import (
     table_of,
     text_of,
 )
+from hpdcp.commands.run_options import located
 
 
 def verify(
@@ -32,16 +37,66 @@ def verify(
     backend: BackendName = None,
     storage_options: StorageOptions = None,
 ) -> None:
-    """Read every byte of a checkpoint and compare every checksum. Exit status 1 when something is damaged."""
+    """Read every byte of a checkpoint, or of all steps of a run, and compare every checksum.
+
+    Exit status 1 when something is damaged.
+    """
     leave_to_rank_0()
-    reader = FileSystemReader(backend=backend, storage_options=storage_options)
-    with progress.bar("verify", when=bar.value) as shown:
-        report = verify_checkpoint(url, reader=reader, on_progress=shown.reach)
+
+    def verified(url: str) -> VerifyReport:
+        reader = FileSystemReader(backend=backend, storage_options=storage_options)
+        with progress.bar("verify", when=bar.value) as shown:
+            return verify_checkpoint(url, reader=reader, on_progress=shown.reach)
+
+    try:
+        report = verified(located(url, backend, storage_options))
+    except CheckpointNotFoundError:
+        records = _steps(url, backend, storage_options)
+        if not records:
+            raise
+        raise typer.Exit(0 if _verify_steps(records, verified, url, as_json=as_json) else 1) from None
     if as_json:
         print_json({**asdict(report), "is_sound": report.is_sound})
     else:
         show(*_verdict(report))
     raise typer.Exit(0 if report.is_sound else 1)
+
+
+def _steps(url: str, backend: str | None, storage_options: dict[str, Any] | None) -> list[StepRecord]:
+    """The steps of a run that is there, the newest first; none where some other folder is."""
+    try:
+        records = list_steps(url, backend=backend, storage_options=storage_options)
+    except CheckpointNotFoundError:
+        return []
+    return records[::-1] if any(record.saved_at is not None for record in records) else []
+
+
+def _verify_steps(
+    records: Sequence[StepRecord], verified: Callable[[str], VerifyReport], run: str, *, as_json: bool
+) -> bool:
+    """Whether every step that is whole is sound; a line, or a part of the document, for each step."""
+    told: list[dict[str, object]] = []
+    sound = True
+    for record in records:
+        problem, nbytes = "", 0
+        if record.is_whole:
+            try:
+                report = verified(f"{run.rstrip('/')}/{record.folder}")
+                nbytes = report.nbytes
+                problem = "; ".join(f"{damage.key}: {damage.problem}" for damage in report.damages[:3])
+            except CheckpointError as error:
+                problem = str(error)
+        elif record.state is StepState.DAMAGED:
+            problem = record.why
+        sound = sound and not problem
+        state = "damaged" if problem else "sound" if record.is_whole else record.state.value
+        why = problem or record.why or f"{size_of(nbytes)} compared"
+        told.append({"step": record.step, "state": state, "why": why, "nbytes": nbytes})
+        if not as_json:
+            show(text_of(f"step {record.step}: {state}: {why}", "bold red" if problem else ""))
+    if as_json:
+        print_json({"run": run, "steps": told, "is_sound": sound})
+    return sound
 
 
 def _verdict(report: VerifyReport) -> Iterable[RenderableType]:
