@@ -33,12 +33,14 @@ def full_state(
     reader: FileSystemReader,
     metadata: Metadata,
     *,
+    rows: Sequence[int] | None = None,
     allocate: Allocate = device.empty_on_host,
     check_all: bool = False,
 ) -> dict[Any, Any]:
     """Everything the checkpoint holds. Tied names are one tensor; state that each rank kept is a list, rank by rank.
 
     Args:
+        rows: of `metadata.entries`, which alone are read; None: all.
         allocate: makes the memory of tensors that cannot be mapped.
         check_all: compare all checksums, not only those that a load would.
 
@@ -49,14 +51,16 @@ def full_state(
     refuse_wrappers(metadata.entries)
     streamer = TensorStreamer(reader, metadata, as_a_load=not check_all)
     entries = metadata.entries
-    rows = range(len(entries))
+    rows = range(len(entries)) if rows is None else rows
+    read = sorted({metadata.resolve(row) for row in rows})
     requests = {
-        row: StreamRequest(row, Box.whole(entries.shape(row))) for row in rows if entries.kinds[row] == EntryKind.TENSOR
+        row: StreamRequest(row, Box.whole(entries.shape(row))) for row in read if entries.kinds[row] == EntryKind.TENSOR
     }
+    stored_objects = set(object_rows(metadata)).intersection(read)
     streamer.check(requests.values())
     values: dict[int, Any] = {
         row: objects.decode(data, key=entries.fqns[row], allow_pickle=reader.allow_pickle)
-        for row, data in read_objects(reader, metadata, object_rows(metadata)).items()
+        for row, data in read_objects(reader, metadata, sorted(stored_objects)).items()
     }
     views = functools.cache(reader.backend.map_private)
     left: list[StreamRequest] = []
@@ -69,10 +73,7 @@ def full_state(
     if left:
         with progress.bar("read", sum(values[each.row].nbytes for each in left)) as shown:
             streamer.fill([(each, values[each.row]) for each in left], shown.add)
-    for row in rows:
-        if entries.kinds[row] == EntryKind.ALIAS:
-            values[row] = values[metadata.resolve(row)]
-    return build_tree(_merged_paths(metadata, values))
+    return build_tree(_merged_paths(metadata, {row: values[metadata.resolve(row)] for row in rows}))
 
 
 def _merged_paths(metadata: Metadata, values: Mapping[int, Any]) -> Iterator[tuple[Sequence[Hashable], Any]]:
@@ -87,6 +88,8 @@ def _merged_paths(metadata: Metadata, values: Mapping[int, Any]) -> Iterator[tup
     }
     gathered: dict[Path, list[list[tuple[Path, Any]]]] = {}
     for row in np.argsort(metadata.entries.positions, kind="stable").tolist():
+        if row not in values:
+            continue
         path, owner = paths[row], owners[row]
         if owner < 0:
             yield path, values[row]

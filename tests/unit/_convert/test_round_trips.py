@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 import hpdcp
 from hpdcp import offline_transform
+from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._format.dtypes import TORCH_NAMES
 from tests.support.huggingface import INDEX, blanks, same, write_shards, write_single
 
@@ -131,3 +132,17 @@ def test_a_state_dict_becomes_a_checkpoint_and_comes_back_with_its_nesting(tmp_p
     assert found["steps"][0].item() == 7
     assert found["steps"][1][1]["deep"].tolist() == [0, 0]
     assert found[3] == {"lr": 0.1, "names": ["a", "b"]}
+
+
+def test_names_that_match_are_read_alone(tmp_path: Path) -> None:
+    w = torch.ones(3)
+    hpdcp.save(
+        {"model": {"w": w, "tied": w}, "step": 4, "optimizer": {"lr": 0.1, "m": torch.ones(2)}}, checkpoint_id=tmp_path
+    )
+    found = offline_transform.dcp_to_full_state_dict(tmp_path, include=["optimizer.*", "step", "model.w"])
+    assert found.keys() == {"model", "step", "optimizer"}
+    assert found["model"].keys() == {"w"}
+    assert found["model"]["w"].tolist() == [1, 1, 1]
+    assert found["optimizer"]["lr"] == 0.1
+    with pytest.raises(InvalidArgumentError, match=r"'optim\.\*' of include"):
+        offline_transform.dcp_to_full_state_dict(tmp_path, include=["optim.*"])
