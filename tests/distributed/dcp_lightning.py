@@ -21,9 +21,6 @@ from tests.unit.integrations.test_lightning import Model
 
 RANKS = 2
 
-# Lightning's own; and it says of each run what could be better.
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 
 class Sharded(Model):
     def __init__(self) -> None:

@@ -17,9 +17,6 @@ from hpdcp._base.errors import HpdcpError, NotSupportedError, StorageError
 from hpdcp.integrations.lightning import HpdcpCheckpointIO
 from hpdcp_backends.local import LocalBackend
 
-# Lightning's own; and it says of each run what could be better.
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 
 class Model(BoringModel):  # type: ignore[misc]  # is not typed
     def __init__(self, width: int = 4) -> None:
