@@ -62,6 +62,7 @@ class RankAttempt(Attempt):
             "rank": str(self.rank),
             "run": identity.run,
             "ordinal": str(identity.ordinal),
+            "set": identity.attempt,
             "attempt": identity.attempt,
         }
 

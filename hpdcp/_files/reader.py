@@ -257,7 +257,10 @@ class _RankMetadataSet(RankMetadata):
             return Metadata.from_bytes(backend.read(key), where=f"{backend.url}/{key}")
 
         self._parts: Final = for_each_file(backend, read, list(ranks))
-        facts = [(p.settings.get("run"), p.settings.get("ordinal"), p.world_size) for p in self._parts]
+        # A run that its name alone tells may have been started again, and count its saves from 1 again.
+        facts = [
+            (p.settings.get("run"), p.settings.get("ordinal"), p.world_size, p.settings.get("set")) for p in self._parts
+        ]
         expected = self._parts[0].world_size
         if len(set(facts)) != 1 or list(ranks) != list(range(expected)):
             listed = ", ".join(

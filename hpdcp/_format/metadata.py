@@ -81,8 +81,8 @@ class Metadata:
     storage: StorageTable = field(default_factory=StorageTable.empty)
     """Row for row with `chunks`; empty until the data is written."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Small facts: `world_size`, `attempt`, `layout`, and for one rank alone `rank`, `run`, `ordinal`. Of files that
-    something else wrote: `origin`, and `checksums` where none were recorded."""
+    """Small facts: `world_size`, `attempt`, `layout`, and for one rank alone `rank`, `run`, `ordinal`, `set`. Of files
+    that something else wrote: `origin`, and `checksums` where none were recorded."""
     encoded: bytes | None = field(default=None, init=False, compare=False)
     """The file that this was read from, of which the columns are views; None where it was made otherwise."""
 

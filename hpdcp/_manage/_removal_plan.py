@@ -80,8 +80,8 @@ class FolderContents:
     """`.metadata` or each `{rank}.metadata`, as they were read."""
     listed: dict[str, int] = field(default_factory=dict)
     """Data files that they, or the lease, list, and their recorded sizes, 0 where there is none."""
-    committed: set[str] = field(default_factory=set)
-    """Attempts that they name."""
+    published: dict[str, str] = field(default_factory=dict)
+    """The attempt that each of them names."""
     leases: dict[str, Lease] = field(default_factory=dict)
     """By key, those that can be read: of the folder, and of ranks that save each for itself."""
     lease_bytes: bytes | None = None
@@ -103,7 +103,7 @@ class FolderContents:
         found._read_metadata(force=force)
         for key in filter(is_lease_key, found.infos):
             found._read_lease(key)
-        found.attempts |= found.committed
+        found.attempts |= set(found.published.values())
         if not found.leases and METADATA not in found.infos:
             # In earlier versions ranks that saved each for itself had no lease: a file that names its attempt itself is
             # all there is.
@@ -140,7 +140,7 @@ class FolderContents:
             listed = removable(self.backend, _data_files(metadata.files), attempt)
             self.listed |= {name: metadata.files[name] for name in listed}
             if is_attempt(attempt):
-                self.committed.add(attempt)
+                self.published[key] = attempt
 
     def _read_lease(self, key: str) -> None:
         data = read_or_none(self.backend, key)
@@ -165,7 +165,7 @@ class FolderContents:
 
     def _made_by(self, lease: Lease) -> Iterator[str]:
         """What an attempt that has not committed made under names that are the same in every attempt."""
-        for root in () if lease.attempt in self.committed else lease.made:
+        for root in () if lease.attempt in self.published.values() else lease.made:
             below = [info.key for info in self.backend.list_keys(root, recursive=True)]
             yield from registry.fixed_names([*below, *({root} & self.infos.keys())])
 
@@ -217,15 +217,18 @@ class FolderContents:
 
     def refuse_if_in_progress(self) -> None:
         """Raise where an attempt that has not committed may still be at work."""
-        holders = [lease.holder for lease in self.leases.values()]
+        # Ranks of one save share its attempt, but each publishes for itself.
+        unpublished = {
+            key: lease.holder
+            for key, lease in self.leases.items()
+            if self.published.get(key.removesuffix(LEASE) + METADATA) != lease.attempt
+        }
+        at_work = [
+            holder for holder in unpublished.values() if not holder.attempt.startswith(REMOVAL) and not holder.is_over
+        ]
         if not self.leases:
             # Of an earlier version, each rank for itself: an attempt that wrote data and that no metadata names.
-            holders = [Holder(attempt, 0.0) for attempt in sorted(self.attempts)]
-        at_work = [
-            holder
-            for holder in holders
-            if holder.attempt not in self.committed and not holder.attempt.startswith(REMOVAL) and not holder.is_over
-        ]
+            at_work = [Holder(attempt, 0.0) for attempt in sorted(self.attempts - set(self.published.values()))]
         if not at_work:
             return
         last = max(holder.began for holder in at_work)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hpdcp
 from hpdcp._base.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidArgumentError
@@ -163,9 +162,10 @@ def by_two_ranks(
 ) -> Path:
     """`whole` saved by two ranks without collectives, the first of which has so many rows."""
     monkeypatch.setenv("HPDCP_RUN_ID", folder.name)
+    store = dist.HashStore()
     for rank, part in enumerate((slice(0, rows), slice(rows, len(whole)))):
         begin_run()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        dist.init_process_group("fake", store=store, rank=rank, world_size=2)
         try:
             tensor = whole[part].clone()
             box = hpdcp.ChunkStorageMetadata((part.start, 0), tuple(tensor.shape))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hpdcp
 from hpdcp._base.errors import CheckpointNotFoundError, IncompleteCheckpointError
@@ -35,9 +34,10 @@ def chunk(rows: slice) -> torch.Tensor:
 def saved_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Two ranks that saved each for itself, played one after the other."""
     monkeypatch.setenv("HPDCP_RUN_ID", "test-run")
+    store = dist.HashStore()
     for rank in range(2):
         begin_run()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        dist.init_process_group("fake", store=store, rank=rank, world_size=2)
         try:
             state = {
                 "w": chunk(slice(4 * rank, 4 + 2 * rank)),

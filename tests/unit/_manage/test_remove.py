@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,8 @@ from hpdcp._base.errors import (
 )
 from hpdcp._comm.mailbox import mailbox_folder, report_dead_worker
 from hpdcp._files.commit import Attempt
-from hpdcp._format.file_names import LEASE, METADATA
+from hpdcp._files.lease import Holder, Lease
+from hpdcp._format.file_names import LEASE, METADATA, rank_lease_key
 from hpdcp._format.metadata import Metadata
 from hpdcp._format.strings import StringColumn
 from hpdcp._manage.remove import Removal, remove_checkpoint
@@ -216,9 +218,10 @@ def test_files_that_a_commit_keeps_for_readers_go_too(folder: Path) -> None:
 
 def by_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, *, ranks: Iterable[int] = (0, 1)) -> Path:
     monkeypatch.setenv("HPDCP_RUN_ID", "test")
+    store = dist.HashStore()
     for rank in ranks:
         begin_run()
-        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=2)
+        dist.init_process_group("fake", store=store, rank=rank, world_size=2)
         try:
             hpdcp.save({"seed": hpdcp.PerRank(rank), "w": torch.ones(2)}, checkpoint_id=folder, use_collectives=False)
         finally:
@@ -237,7 +240,10 @@ def test_ranks_that_never_published_are_found_by_their_files_own_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = by_two_ranks(tmp_path / "apart", monkeypatch)
+    # Rank 1 is in the same save still, as its lease says.
+    attempt = Metadata.from_bytes((folder / "1.metadata").read_bytes(), where="").settings["attempt"]
     (folder / "1.metadata").unlink()
+    (folder / rank_lease_key(1)).write_bytes(Lease(Holder.beginning(attempt, time.time())).to_bytes())
     with pytest.raises(CheckpointExistsError, match="may be in progress"):
         remove_checkpoint(folder)
     assert remove_checkpoint(folder, force=True).folder_removed
