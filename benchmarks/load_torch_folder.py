@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import hpdcp
 
-CASES = {"large": (64, (4096, 1024)), "small": (4000, (64, 64))}
+CASES = {"large": (32, (1024, 1024)), "small": (1000, (64, 64))}
 """Tensors of float32, and the shape of each."""
 
 

@@ -8,10 +8,13 @@ that reads hpdcp's own files. Items that went through zstd, or hold their elemen
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hpdcp._base.backend import Backend, ByteRange
@@ -19,23 +22,22 @@ from hpdcp._base.errors import CorruptCheckpointError, HpdcpError, NotSupportedE
 from hpdcp._devices import device
 from hpdcp._files._torch_checks import check_records, open_item
 from hpdcp._files._torch_containers import Containers
-from hpdcp._files._torch_items import FIRST_BYTES, MORE_BYTES, ItemReader, NoItemError, is_zip
+from hpdcp._files._torch_items import FIRST_BYTES, MORE_BYTES, Elements, ItemReader, NoItemError, is_zip
 from hpdcp._files._torch_transforms import check_transforms, undone
-from hpdcp._files.box_reads import BoxRead
 from hpdcp._files.layout import FileNaming, Layout, Verify
 from hpdcp._files.parallel import for_each_file
-from hpdcp._files.read_engine import read_boxes, read_extents
+from hpdcp._files.read_engine import read_extents
+from hpdcp._files.run_reads import read_tensors
 from hpdcp._files.torch_folder import ORIGIN, transforms_of
 from hpdcp._format.columns import EntryKind, EntryTable
-from hpdcp._format.metadata import Metadata, MetadataIndex, StorageInfo
-from hpdcp._plan.load_plan import ReadItem
+from hpdcp._format.metadata import Metadata
+from hpdcp._plan.load_plan import PlannedItems, ReadItem
 from hpdcp._plan.planner import SavePlanner
-from hpdcp._plan.read_targets import ReadTargets
+from hpdcp._plan.read_targets import ReadTargets, acquire_tensors, apply_tensors
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.write_results import WriteResults
 from hpdcp._state import objects
-from hpdcp._state.dtypes import itemsize_of
-from hpdcp._state.geometry import Box
+from hpdcp._state.dtypes import find_dtype, itemsize_of
 from hpdcp._state.views import view_of_box
 
 _HEADS_AT_ONCE: Final = 4096
@@ -51,111 +53,99 @@ class TorchLayout(Layout):
     def __init__(self) -> None:
         self._items = ItemReader()
         self._containers = Containers()
-        self._found: dict[int, StorageInfo | None] = {}
-        """Chunk row → where its elements lie; None where its item has to be read whole."""
-        self._dtypes: dict[int, torch.dtype] = {}
-        """Of the elements of such rows, where it is not the recorded one."""
+        self._elements: _Elements | None = None
         self._last_whole: tuple[int, torch.Tensor] | None = None
         """The row that was read whole last: a conversion asks for a large tensor in many boxes, one after another."""
 
     def check(self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem]) -> None:
-        files = {int(metadata.storage.file[item.storage_row]) for item in items}
+        files, first = np.unique(
+            metadata.storage.file[rows := PlannedItems.of(items).columns.storage_row], return_index=True
+        )
         transforms = transforms_of(metadata)
-        for item in items if transforms else ():
-            key = metadata.storage.file_names[int(metadata.storage.file[item.storage_row])]
-            check_transforms(item.dest_index.fqn, transforms.get(key, ()))
-        for_each_file(backend, lambda file: _check_size(backend, metadata, file), sorted(files))
+        for file, row in zip(files.tolist(), rows[first].tolist(), strict=True) if transforms else ():
+            check_transforms(_name(metadata, row), transforms.get(metadata.storage.file_names[file], ()))
+        for_each_file(backend, lambda file: _check_size(backend, metadata, file), files.tolist())
 
     def read(
         self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem], targets: ReadTargets, verify: Verify
     ) -> None:
-        values = [item for item in items if item.kind is EntryKind.OBJECT]
-        for item, data in zip(values, self._read_whole(backend, metadata, values), strict=True):
+        planned = PlannedItems.of(items)
+        rows, is_value = planned.columns.storage_row, planned.kinds == int(EntryKind.OBJECT)
+        values = planned.take(np.flatnonzero(is_value))
+        for item, data in zip(values, self._read_whole(backend, metadata, values.columns.storage_row), strict=True):
             targets.apply_bytes(item, data)
-        tensors = [item for item in items if item.kind is not EntryKind.OBJECT]
-        self._find(backend, metadata, tensors)
-        reads = [
-            self._box_read(metadata, item, stored, targets.acquire_tensor(item))
-            for item in tensors
-            if (stored := self._found[item.storage_row]) is not None
-        ]
-        read_boxes(backend, reads, None)
-        filled = iter(reads)
-        for item in tensors:
-            if self._found[item.storage_row] is not None:
-                targets.apply_tensor(item, next(filled).target)
-        for item in sorted(tensors, key=lambda item: item.storage_row):
-            if self._found[item.storage_row] is None:
-                target = targets.acquire_tensor(item)
-                whole = self._decoded(backend, metadata, item)
-                device.copy_into(target, view_of_box(whole, item.storage_offsets, item.lengths))
-                targets.apply_tensor(item, target)
+        elements = self._found(backend, metadata, np.unique(rows[~is_value]))
+        plain = elements.state[rows] == _IN_ROWS
+        tensors = planned.take(np.flatnonzero(plain))
+        memory = acquire_tensors(targets, tensors)
+        read_tensors(backend, elements.metadata, tensors, memory, None)
+        apply_tensors(targets, tensors, memory)
+        others = planned.take(np.flatnonzero(~is_value & ~plain))
+        for item in sorted(others, key=lambda item: item.storage_row):
+            target = targets.acquire_tensor(item)
+            whole = self._decoded(backend, metadata, item.storage_row)
+            device.copy_into(target, view_of_box(whole, item.storage_offsets, item.lengths))
+            targets.apply_tensor(item, target)
 
-    def _box_read(self, metadata: Metadata, item: ReadItem, stored: StorageInfo, target: torch.Tensor) -> BoxRead:
-        _, sizes = metadata.chunks.box(item.storage_row)
-        box = Box(item.storage_offsets, item.lengths)
-        return BoxRead(item.dest_index.fqn, stored, self._dtypes[item.storage_row], sizes, box, target)
-
-    def _find(self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem]) -> None:
-        """Learn where the elements of each item's chunk lie."""
+    def _found(self, backend: Backend, metadata: Metadata, rows: npt.NDArray[np.integer]) -> _Elements:
+        """Where elements lie, these rows' among them."""
+        if self._elements is None:
+            self._elements = _Elements(metadata)
+        elements = self._elements
         transforms = transforms_of(metadata)
-        asked: dict[str, list[ReadItem]] = {}
-        for item in {item.storage_row: item for item in items}.values():
-            if item.storage_row not in self._found:
-                key = metadata.storage.file_names[int(metadata.storage.file[item.storage_row])]
-                if key in transforms:
-                    self._found[item.storage_row] = None
-                else:
-                    asked.setdefault(key, []).append(item)
-        batches = [
-            (key, found[start : start + _HEADS_AT_ONCE])
-            for key, found in asked.items()
-            for start in range(0, len(found), _HEADS_AT_ONCE)
-        ]
-        for_each_file(backend, lambda batch: self._find_in(backend, metadata, *batch), batches)
+        unknown = rows[elements.state[rows] == _UNKNOWN]
+        batches: list[tuple[str, list[int]]] = []
+        for file in np.unique(metadata.storage.file[unknown]).tolist():
+            key, inside = metadata.storage.file_names[file], unknown[metadata.storage.file[unknown] == file]
+            if key in transforms:
+                elements.state[inside] = _WHOLE
+                continue
+            inside = inside[np.argsort(metadata.storage.offset[inside], kind="stable")]
+            starts = range(0, len(inside), _HEADS_AT_ONCE)
+            batches += [(key, inside[start : start + _HEADS_AT_ONCE].tolist()) for start in starts]
+        for_each_file(backend, lambda batch: self._find_in(backend, metadata, elements, *batch), batches)
+        return elements
 
-    def _find_in(self, backend: Backend, metadata: Metadata, key: str, items: Sequence[ReadItem]) -> None:
-        undecided = list(items)
+    def _find_in(
+        self, backend: Backend, metadata: Metadata, elements: _Elements, key: str, rows: Sequence[int]
+    ) -> None:
+        undecided = list(rows)
         for most in (FIRST_BYTES, MORE_BYTES):
             heads = _read_heads(backend, metadata, key, undecided, most)
-            undecided = [
-                item
-                for item, head in zip(undecided, heads, strict=True)
-                if not self._settle(backend, metadata, key, item, head)
-            ]
-        for item in undecided:
-            self._found[item.storage_row] = None
+            left: list[int] = []
+            for row, head in zip(undecided, heads, strict=True):
+                found = self._find(backend, metadata, row, head)
+                if found is None:
+                    left.append(row)
+                else:
+                    elements.add(row, found)
+            undecided = left
+        elements.state[undecided] = _WHOLE
 
-    def _settle(self, backend: Backend, metadata: Metadata, key: str, item: ReadItem, head: memoryview) -> bool:
-        """Whether the first bytes of an item say where its elements lie."""
-        row = item.storage_row
-        offset, length = int(metadata.storage.offset[row]), int(metadata.storage.length[row])
-        _, sizes = metadata.chunks.box(row)
+    def _find(self, backend: Backend, metadata: Metadata, row: int, head: memoryview) -> Elements | None:
+        """Where the elements of a chunk lie in its item, which begins with `head`; None where that does not tell."""
+        storage = metadata.storage
+        key, size = storage.file_names[int(storage.file[row])], int(storage.file_sizes[storage.file[row]])
+        offset, length = int(storage.offset[row]), int(storage.length[row])
+        begin, sizes = metadata.chunks.box(row)
+        fqn = _name(metadata, row)
         try:
             if is_zip(head):
-                found = self._items.find(head, sizes, length)
-            else:
-                begin, _ = metadata.chunks.box(row)
-                size = int(metadata.storage.file_sizes[metadata.storage.file[row]])
-                found = self._containers.find(backend, key, size, offset, (item.dest_index.fqn, begin, sizes))
+                return self._items.find(head, sizes, length)
+            return self._containers.find(backend, key, size, offset, (fqn, begin, sizes))
         except NoItemError as error:
             raise CorruptCheckpointError(
-                f"{key!r} in {backend.url} does not hold {item.dest_index.fqn!r} at byte {offset}: {error}. It is "
-                "damaged, or another save's. Load another checkpoint."
+                f"{key!r} in {backend.url} does not hold {fqn!r} at byte {offset}: {error}. It is damaged, or another "
+                "save's. Load another checkpoint."
             ) from None
-        if found is not None:
-            self._found[row] = StorageInfo(key, offset + found.offset, found.nbytes, ())
-            self._dtypes[row] = found.dtype
-        return found is not None
 
-    def _decoded(self, backend: Backend, metadata: Metadata, item: ReadItem) -> torch.Tensor:
+    def _decoded(self, backend: Backend, metadata: Metadata, row: int) -> torch.Tensor:
         """The whole tensor of an item."""
-        row = item.storage_row
         if self._last_whole is not None and self._last_whole[0] == row:
             return self._last_whole[1]
         self._last_whole = None
-        (data,) = self._read_whole(backend, metadata, [item])
-        fqn = item.dest_index.fqn
+        (data,) = self._read_whole(backend, metadata, [row])
+        fqn = _name(metadata, row)
         found = objects.decode(data, key=fqn, allow_pickle=False)
         _, sizes = metadata.chunks.box(row)
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != sizes or found.layout != torch.strided:
@@ -166,27 +156,25 @@ class TorchLayout(Layout):
         self._last_whole = (row, found)
         return found
 
-    def _read_whole(self, backend: Backend, metadata: Metadata, items: Sequence[ReadItem]) -> Iterator[bytes]:
-        """The item of each, as torch.save wrote it."""
+    def _read_whole(self, backend: Backend, metadata: Metadata, rows: Iterable[int]) -> Iterator[bytes]:
+        """The item of each row, as torch.save wrote it."""
         transforms = transforms_of(metadata)
-        stored = [metadata.storage_info(item.storage_row) for item in items]
-        for item, extent, data in zip(items, stored, read_extents(backend, stored), strict=True):
-            entry = metadata.entries[int(metadata.chunks.entry[item.storage_row])]
-            _, sizes = metadata.chunks.box(item.storage_row)
-            expected = int(np.prod(sizes, dtype=np.int64)) * itemsize_of(entry.dtype)
-            yield undone(data, transforms.get(extent.key, ()), key=item.dest_index.fqn, expected=expected)
+        chosen = [int(row) for row in rows]
+        stored = [metadata.storage_info(row) for row in chosen]
+        for row, extent, data in zip(chosen, stored, read_extents(backend, stored), strict=True):
+            _, sizes = metadata.chunks.box(row)
+            dtype = metadata.entries.dtype(int(metadata.chunks.entry[row]))
+            expected = math.prod(sizes) * itemsize_of(dtype) if dtype else 0
+            yield undone(data, transforms.get(extent.key, ()), key=_name(metadata, row), expected=expected)
 
     def check_extent(self, backend: Backend, metadata: Metadata, row: int) -> int:
         stored = metadata.storage_info(row)
-        entry = metadata.entries[int(metadata.chunks.entry[row])]
-        is_value = entry.kind is EntryKind.OBJECT
-        item = ReadItem(MetadataIndex(entry.fqn), row, (), (), (), entry.kind)
         if stored.key in transforms_of(metadata):
-            (data,) = self._read_whole(backend, metadata, [item])
+            (data,) = self._read_whole(backend, metadata, [row])
             return check_records(io.BytesIO(data), len(data))
-        (head,) = _read_heads(backend, metadata, stored.key, [item], FIRST_BYTES)
-        if not is_value:
-            self._settle(backend, metadata, stored.key, item, head)
+        (head,) = _read_heads(backend, metadata, stored.key, [row], FIRST_BYTES)
+        if metadata.entries.kinds[metadata.chunks.entry[row]] != EntryKind.OBJECT:
+            self._find(backend, metadata, row, head)
             if not is_zip(head):
                 return 0  # safetensors has none
         with open_item(backend, stored) as file:
@@ -207,6 +195,34 @@ class TorchLayout(Layout):
         raise _only_read()
 
 
+_UNKNOWN, _IN_ROWS, _WHOLE = 0, 1, 2
+
+
+class _Elements:
+    """Where elements lie, as far as it is known: the same metadata with their extents in place of their items'."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        storage = metadata.storage
+        self._offset, self._length = storage.offset.copy(), storage.length.copy()
+        self.metadata = metadata.with_storage(replace(storage, offset=self._offset, length=self._length), {})
+        self.state: npt.NDArray[np.uint8] = np.full(len(metadata.chunks), _UNKNOWN, dtype=np.uint8)
+        """Of each chunk: whether it is in `metadata`, or its item has to be read whole."""
+
+    def add(self, row: int, found: Elements) -> None:
+        """Elements of another dtype than is recorded are left to torch, which casts them."""
+        recorded = find_dtype(self.metadata.entries.dtype(int(self.metadata.chunks.entry[row])))
+        if found.dtype != recorded:
+            self.state[row] = _WHOLE
+            return
+        self._offset[row] += found.offset
+        self._length[row] = found.nbytes
+        self.state[row] = _IN_ROWS
+
+
+def _name(metadata: Metadata, row: int) -> str:
+    return metadata.entries.fqns[int(metadata.chunks.entry[row])]
+
+
 def _only_read() -> HpdcpError:
     return NotSupportedError(
         "layout 'torch' is that of torch.distributed.checkpoint's files, which hpdcp reads and does not write. Save in "
@@ -224,11 +240,8 @@ def _check_size(backend: Backend, metadata: Metadata, file: int) -> None:
         )
 
 
-def _read_heads(
-    backend: Backend, metadata: Metadata, key: str, items: Sequence[ReadItem], most: int
-) -> list[memoryview]:
-    """The first bytes of each item."""
-    rows = [item.storage_row for item in items]
+def _read_heads(backend: Backend, metadata: Metadata, key: str, rows: Sequence[int], most: int) -> list[memoryview]:
+    """The first bytes of each row's item."""
     ranges = [
         ByteRange(offset, min(length, most))
         for offset, length in zip(
