@@ -16,6 +16,9 @@ from hpdcp._base.errors import CheckpointNotFoundError, StorageError
 from hpdcp._format.file_names import METADATA
 from hpdcp._format.signatures import TORCH_READS, is_pickle, told_by
 
+TORCH_ORIGIN: Final = "torch"
+"""The origin of metadata that is made of a folder of torch.distributed.checkpoint."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignCheckpoint:

@@ -31,6 +31,7 @@ from hpdcp._base.errors import (
 )
 from hpdcp._files._torch_metadata import TorchChunk, TorchEntry, TorchItem, torch_entries
 from hpdcp._files._torch_pickle import ForbiddenNameError, PickleError
+from hpdcp._files.foreign import TORCH_ORIGIN
 from hpdcp._files.parallel import for_each_file
 from hpdcp._format.columns import ChunkTable, Entry, EntryKind, EntryTable
 from hpdcp._format.file_names import METADATA
@@ -43,7 +44,7 @@ from hpdcp._state.dtypes import itemsize_of
 from hpdcp._state.mismatches import listed
 from hpdcp._state.paths import Path, encode_path
 
-ORIGIN: Final = "torch"
+ORIGIN: Final = TORCH_ORIGIN
 """The setting `origin` of metadata that was made here, and the name of the layout that reads what it describes."""
 
 TRANSFORMS: Final = "torch.transforms"

@@ -7,16 +7,20 @@ safetensors files; nothing of what is in them is run.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpdcp._files.reader import FileSystemReader
-from hpdcp._format.columns import I64, EntryKind
+from hpdcp._format.columns import I64, EntryKind, starts_of
 from hpdcp._format.metadata import Metadata
 from hpdcp._manage._opening import FoundMetadata, open_checkpoint
+
+if TYPE_CHECKING:
+    from hpdcp._files.reader import FileSystemReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,12 @@ class CheckpointReport:
 
 
 def inspect_checkpoint(
-    checkpoint_id: str | Path, *, pattern: str | None = None, reader: FileSystemReader | None = None
+    checkpoint_id: str | Path,
+    *,
+    pattern: str | None = None,
+    reader: FileSystemReader | None = None,
+    backend: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> CheckpointReport:
     """What the checkpoint holds, from its metadata alone; of data files at most the headers are read.
 
@@ -112,12 +121,13 @@ def inspect_checkpoint(
         checkpoint_id: folder or URL.
         pattern: only names that match it, as a shell matches files (`model.*.weight`); None: all.
         reader: in place of the configured one.
+        backend, storage_options: where no reader is given, as `FileSystemReader` takes them.
 
     Raises:
         CheckpointError, StorageError: there is no whole checkpoint, or it cannot be read.
     """
-    with open_checkpoint(checkpoint_id, reader) as (backend, found):
-        return _report(backend.url, found, pattern)
+    with open_checkpoint(checkpoint_id, reader, backend=backend, storage_options=storage_options) as (store, found):
+        return _report(store.url, found, pattern)
 
 
 def _report(url: str, found: FoundMetadata, pattern: str | None) -> CheckpointReport:
@@ -153,19 +163,32 @@ def _entries(metadata: Metadata, file_names: Sequence[str], pattern: str | None)
     # Each pair of entry and file once, in the order of entries.
     pairs = np.unique(metadata.chunks.entry * max(1, len(file_names)) + metadata.storage.file)
     owners = np.searchsorted(pairs // max(1, len(file_names)), np.arange(len(metadata.entries) + 1))
-    for row, fqn in enumerate(metadata.entries.fqns):
+    entries, starts = metadata.entries, starts_of(metadata.entries.shape_ends).tolist()
+    dims, dtype_names, kinds = entries.shape_dims.tolist(), list(entries.dtype_names), list(EntryKind)
+    files, within = (pairs % max(1, len(file_names))).tolist(), owners.tolist()
+    rows = zip(
+        entries.fqns,
+        entries.kinds.tolist(),
+        entries.dtype_codes.tolist(),
+        zip(starts, entries.shape_ends.tolist(), strict=True),
+        entries.owners.tolist(),
+        entries.targets,
+        chunks.tolist(),
+        itertools.pairwise(within),
+        nbytes.tolist(),
+        strict=True,
+    )
+    for fqn, kind, dtype, (start, stop), owner, target, count, (first, last), stored in rows:
         if pattern is not None and not fnmatch.fnmatchcase(fqn, pattern):
             continue
-        entry = metadata.entries[row]
-        within = pairs[owners[row] : owners[row + 1]] % max(1, len(file_names))
         yield EntryReport(
             fqn=fqn,
-            kind=entry.kind,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            owner=entry.owner,
-            alias_of=entry.target,
-            chunks=int(chunks[row]),
-            files=tuple(file_names[file] for file in within.tolist()),
-            nbytes=int(nbytes[row]),
+            kind=kinds[kind],
+            dtype=dtype_names[dtype],
+            shape=tuple(dims[start:stop]),
+            owner=None if owner < 0 else owner,
+            alias_of=target,
+            chunks=count,
+            files=tuple(file_names[file] for file in files[first:last]),
+            nbytes=stored,
         )

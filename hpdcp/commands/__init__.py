@@ -1,4 +1,8 @@
-"""What each command does and prints: typer and rich, over the library. `hpdcp.cli` is the entry point."""
+"""What each command does and prints: typer and rich, over the library. `hpdcp.cli` is the entry point.
+
+Modules here import what needs torch in the command that uses it: it takes seconds, and a question about names, usage
+or settings is answered without.
+"""
 
 from __future__ import annotations
 

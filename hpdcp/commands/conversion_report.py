@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from hpdcp._convert.conversion import Conversion
 from hpdcp.commands.output import count_of, cut_off, rate_of, size_of, summary, table_of, text_of
+
+if TYPE_CHECKING:
+    from hpdcp._convert.conversion import Conversion
 
 _MOST_FILES: Final = 20
 

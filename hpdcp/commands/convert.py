@@ -9,20 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch.distributed as dist
 import typer
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from hpdcp._base import config
 from hpdcp._base.errors import PeerLostError
-from hpdcp._convert.conversion import Conversion
-from hpdcp._convert.copy import convert_dcp_to_dcp
-from hpdcp._convert.to_checkpoint import convert_full_checkpoint_to_dcp
-from hpdcp._convert.to_huggingface import convert_dcp_to_huggingface
-from hpdcp._convert.to_torch_file import convert_dcp_to_torch
 from hpdcp.commands.conversion_report import report
 from hpdcp.commands.convert_options import (
     AllowPickle,
@@ -49,6 +41,9 @@ from hpdcp.commands.name_maps import NameTable
 from hpdcp.commands.options import AsJson, Bar, DryRun, ShowBar
 from hpdcp.commands.output import leave_to_rank_0, print_json, show
 from hpdcp.commands.run_options import located
+
+if TYPE_CHECKING:
+    from hpdcp._convert.conversion import Conversion
 
 _LONGEST_STEP: Final = timedelta(days=7)
 """A rank that is done waits for those that still write, however long that takes: torchrun ends all when one dies."""
@@ -77,6 +72,8 @@ def hf_to_dcp(
     table = NameTable(name_map)
 
     def convert() -> Conversion:
+        from hpdcp._convert.to_checkpoint import convert_full_checkpoint_to_dcp
+
         return convert_full_checkpoint_to_dcp(
             src,
             dst,
@@ -112,6 +109,8 @@ def torch_to_dcp(
     table = NameTable(name_map)
 
     def convert() -> Conversion:
+        from hpdcp._convert.to_checkpoint import convert_full_checkpoint_to_dcp
+
         return convert_full_checkpoint_to_dcp(
             src,
             dst,
@@ -153,6 +152,8 @@ def dcp_to_hf(
     table = NameTable(name_map)
 
     def convert() -> Conversion:
+        from hpdcp._convert.to_huggingface import convert_dcp_to_huggingface
+
         return convert_dcp_to_huggingface(
             located(src, src_backend, src_storage_options),
             dst,
@@ -192,6 +193,8 @@ def dcp_to_torch(
     leave_to_rank_0()
 
     def convert() -> Conversion:
+        from hpdcp._convert.to_torch_file import convert_dcp_to_torch
+
         return convert_dcp_to_torch(
             located(src, src_backend, src_storage_options),
             dst,
@@ -222,6 +225,8 @@ def dcp_to_dcp(
     """Write a checkpoint again, elsewhere or in another layout. It loads as the first one does."""
 
     def convert() -> Conversion:
+        from hpdcp._convert.copy import convert_dcp_to_dcp
+
         return convert_dcp_to_dcp(
             located(src, src_backend, src_storage_options),
             dst,
@@ -253,6 +258,8 @@ def _process_group(*, alone: bool) -> Iterator[None]:
     if alone or "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         yield
         return
+    import torch.distributed as dist
+
     _join()
     try:
         yield
@@ -266,6 +273,10 @@ def _join() -> None:
     Raises:
         PeerLostError: they did not come, as where a rank of a training job started this command by itself.
     """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
     who = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']} that torchrun started, by its environment"
     waiting = threading.Timer(
         _PATIENCE.total_seconds(),

@@ -9,9 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from hpdcp._base import progress
-from hpdcp._files.reader import FileSystemReader
-from hpdcp._manage.compare import compare_checkpoints
-from hpdcp.commands.difference_report import as_document, report
 from hpdcp.commands.options import AsJson, Bar, ShowBar, backend_option, storage_options_option
 from hpdcp.commands.output import leave_to_rank_0, print_json, show
 from hpdcp.commands.run_options import located
@@ -73,6 +70,10 @@ def diff(
     """Compare two checkpoints, however each is sharded. Exit status 1 when they differ."""
     leave_to_rank_0()
     progress.check(bar.value)
+    from hpdcp._files.reader import FileSystemReader
+    from hpdcp._manage.compare import compare_checkpoints
+    from hpdcp.commands.difference_report import as_document, report
+
     with ExitStack() as opened:
 
         @functools.cache

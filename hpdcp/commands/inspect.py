@@ -11,8 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
-from hpdcp._files.reader import FileSystemReader
-from hpdcp._files.torch_folder import ORIGIN as TORCH
+from hpdcp._files.foreign import TORCH_ORIGIN
 from hpdcp._format.columns import EntryKind
 from hpdcp._manage.inspect import CheckpointReport, EntryReport, inspect_checkpoint
 from hpdcp.commands.options import AsJson, BackendName, StorageOptions, Url
@@ -49,9 +48,8 @@ def inspect(
     leave_to_rank_0()
     if tree and as_json:
         raise typer.BadParameter("--tree and --json exclude each other.")
-    reader = FileSystemReader(backend=backend, storage_options=storage_options)
     url = located(url, backend, storage_options)
-    report = inspect_checkpoint(url, pattern=pattern, reader=reader)
+    report = inspect_checkpoint(url, pattern=pattern, backend=backend, storage_options=storage_options)
     if pattern is not None and not report.entries:
         note(f"no name matches --filter {pattern!r}; without it, all are shown.")
     if as_json:
@@ -59,7 +57,10 @@ def inspect(
     elif tree:
         show(_headline(report), _tree(report), _totals(report))
     else:
-        show(_headline(report), *_tables(report, limit), _totals(report))
+        show(_headline(report))
+        for part in _tables(report, limit):
+            show(part)  # as soon as it is made: there may be a hundred thousand rows
+        show(_totals(report))
 
 
 def _by_name(entries: Iterable[EntryReport]) -> list[EntryReport]:
@@ -69,7 +70,7 @@ def _by_name(entries: Iterable[EntryReport]) -> list[EntryReport]:
 def _headline(report: CheckpointReport) -> Group:
     if report.origin:
         facts = [f"weights from {report.origin}", f"layout {report.layout}", "no checksums"]
-        if report.origin == TORCH:
+        if report.origin == TORCH_ORIGIN:
             facts = ["saved by torch.distributed.checkpoint", f"layout {report.layout}"]
         return Group(text_of(report.url, "bold"), text_of(" · ".join(facts)), Text())
     how = "each for itself" if report.by_rank else "together"

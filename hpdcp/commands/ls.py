@@ -9,9 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from hpdcp._manage.run_steps import hold as hold_step
-from hpdcp._manage.run_steps import list_steps
-from hpdcp._manage.run_steps import release as release_step
 from hpdcp._manage.step_record import StepRecord
 from hpdcp.commands.options import AsJson, BackendName, StorageOptions
 from hpdcp.commands.output import count_of, cut_off, leave_to_rank_0, print_json, show, size_of, table_of, text_of
@@ -32,6 +29,8 @@ def ls(
 ) -> None:
     """Show the steps of a run, the newest first: age, size, ranks, state (whole, torn, held, ...), metrics."""
     leave_to_rank_0()
+    from hpdcp._manage.run_steps import list_steps
+
     records = list_steps(run, name=name, sizes=True, backend=backend, storage_options=storage_options)[::-1]
     if as_json:
         print_json([record.to_json() for record in records[:limit]])
@@ -48,6 +47,8 @@ def hold(
 ) -> None:
     """Hold a step of a run: no retention removes it, of whatever job, until it is released."""
     leave_to_rank_0()
+    from hpdcp._manage.run_steps import hold as hold_step
+
     hold_step(run, step, name=name, backend=backend, storage_options=storage_options)
     show(text_of(f"held: step {step} of {run}"))
 
@@ -61,6 +62,8 @@ def release(
 ) -> None:
     """Release a step of a run that is held."""
     leave_to_rank_0()
+    from hpdcp._manage.run_steps import release as release_step
+
     release_step(run, step, name=name, backend=backend, storage_options=storage_options)
     show(text_of(f"released: step {step} of {run}"))
 

@@ -6,16 +6,18 @@ import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import typer
 
-from hpdcp._files.huggingface_names import TensorPart
 from hpdcp.commands.output import count_of, note
+
+if TYPE_CHECKING:
+    from hpdcp._files.huggingface_names import TensorPart
 
 _MOST_NAMES: Final = 5
 
-Named: TypeAlias = str | TensorPart | None
+Named: TypeAlias = "str | TensorPart | None"
 Table: TypeAlias = dict[str, Named]
 
 
@@ -40,6 +42,8 @@ def _wanted(file: str, name: str, value: object) -> Named:
     if isinstance(value, dict) and set(value) == {"name", "offsets"}:
         where, offsets = value["name"], value["offsets"]
         if isinstance(where, str) and isinstance(offsets, list) and all(type(each) is int for each in offsets):
+            from hpdcp._files.huggingface_names import TensorPart
+
             return TensorPart(where, tuple(offsets))
     quoted = f' In TOML, a name with dots is quoted: "{name}.…" = "…".' if isinstance(value, dict) else ""
     raise typer.BadParameter(

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import reduce
 from operator import or_
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
 
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp._manage.prune import Pruning, prune_run
 from hpdcp._manage.retention import Keep, best, every, hours, latest
 from hpdcp.commands.options import AsJson, BackendName, DryRun, StorageOptions
 from hpdcp.commands.output import count_of, leave_to_rank_0, note, plain, print_json, show, size_of, table_of, text_of
 from hpdcp.commands.run_options import Run, StepName
+
+if TYPE_CHECKING:
+    from hpdcp._manage.prune import Pruning
 
 
 def prune(
@@ -58,6 +60,7 @@ def prune(
     if not (yes or dry_run or sys.stdin.isatty()):
         raise InvalidArgumentError("there is no terminal to ask on: give --yes to remove them, or --dry-run to look.")
     keep = reduce(or_, policies)
+    from hpdcp._manage.prune import prune_run
 
     def pruned(*, dry_run: bool) -> Pruning:
         return prune_run(run, keep, name=name, dry_run=dry_run, backend=backend, storage_options=storage_options)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import RenderableType
 
 from hpdcp._base.errors import InvalidArgumentError
-from hpdcp._manage.remove import Removal, remove_checkpoint
-from hpdcp._manage.run_steps import locate_step
 from hpdcp.commands.options import AsJson, BackendName, DryRun, StorageOptions, Url
 from hpdcp.commands.output import count_of, leave_to_rank_0, note, plain, print_json, show, size_of, text_of
+
+if TYPE_CHECKING:
+    from hpdcp._manage.remove import Removal
 
 _MOST_NAMED: Final = 10
 
@@ -42,6 +43,9 @@ def rm(
     if not (yes or dry_run or sys.stdin.isatty()):
         # No error of usage: what would be printed of that goes before the one sentence that helps.
         raise InvalidArgumentError("there is no terminal to ask on: give --yes to remove it, or --dry-run to look.")
+    from hpdcp._manage.remove import remove_checkpoint
+    from hpdcp._manage.run_steps import locate_step
+
     confirmed = True
 
     def confirm(planned: Removal) -> bool:

@@ -7,9 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from hpdcp._comm.process_group import open_exchange
-from hpdcp._manage.run_steps import locate_step
-
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL.", show_default=False)]
 Step = Annotated[int, typer.Argument(metavar="STEP", help="The step's number.", min=0, show_default=False)]
 StepName = Annotated[
@@ -26,6 +23,8 @@ def located(url: str, backend: str | None, storage_options: Mapping[str, Any] | 
     """Where `RUN@latest` or `RUN@500` lies, as rank 0 finds it; any other location as it is."""
     if "@" not in url:
         return url
+    from hpdcp._comm.process_group import open_exchange
+    from hpdcp._manage.run_steps import locate_step
 
     def locate() -> bytes:
         return str(locate_step(url, backend=backend, storage_options=storage_options)).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import RenderableType
@@ -12,10 +12,7 @@ from rich.text import Text
 
 from hpdcp._base import progress
 from hpdcp._base.errors import CheckpointError, CheckpointNotFoundError
-from hpdcp._files.reader import FileSystemReader
-from hpdcp._manage.run_steps import list_steps
 from hpdcp._manage.step_record import StepRecord, StepState
-from hpdcp._manage.verify import VerifyReport, verify_checkpoint
 from hpdcp.commands.options import AsJson, BackendName, Bar, ShowBar, StorageOptions, Url
 from hpdcp.commands.output import (
     count_of,
@@ -28,6 +25,9 @@ from hpdcp.commands.output import (
     text_of,
 )
 from hpdcp.commands.run_options import located
+
+if TYPE_CHECKING:
+    from hpdcp._manage.verify import VerifyReport
 
 
 def verify(
@@ -42,6 +42,8 @@ def verify(
     Exit status 1 when something is damaged.
     """
     leave_to_rank_0()
+    from hpdcp._files.reader import FileSystemReader
+    from hpdcp._manage.verify import verify_checkpoint
 
     def verified(url: str) -> VerifyReport:
         reader = FileSystemReader(backend=backend, storage_options=storage_options)
@@ -64,6 +66,8 @@ def verify(
 
 def _steps(url: str, backend: str | None, storage_options: dict[str, Any] | None) -> list[StepRecord]:
     """The steps of a run that is there, the newest first; none where some other folder is."""
+    from hpdcp._manage.run_steps import list_steps
+
     try:
         records = list_steps(url, backend=backend, storage_options=storage_options)
     except CheckpointNotFoundError:

@@ -217,5 +217,5 @@ def test_an_interruption_is_told_by_the_status_alone(
         raise KeyboardInterrupt
 
     # The module: its package has the command under the same name.
-    monkeypatch.setattr(import_module("hpdcp.commands.verify"), "verify_checkpoint", interrupted)
+    monkeypatch.setattr(import_module("hpdcp._manage.verify"), "verify_checkpoint", interrupted)
     assert command("verify", checkpoint, status=130).out == ""
