@@ -73,6 +73,8 @@ class NameTable:
         """
         if self._table is None:
             return None
+        from hpdcp._files.huggingface_names import TensorPart
+
         part = next((name for name, value in self._table.items() if isinstance(value, TensorPart)), None)
         if part is not None:
             raise typer.BadParameter(f"--name-map makes {part!r} a part of a larger tensor; expected a name.")
