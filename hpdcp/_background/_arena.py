@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from hpdcp._base.errors import StorageError
@@ -68,6 +69,11 @@ class Segment:
             raise StorageError(
                 f"no shared memory for staging {size} bytes: {error}. Lower async_staging_budget."
             ) from error
+
+    @property
+    def address(self) -> int:
+        """Of its first byte in this process; good for as long as the segment, or a view of it, is held."""
+        return int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
 
     def memory(self, where: ArenaRange) -> memoryview:
         """The bytes at `where`, without a copy."""

@@ -15,8 +15,9 @@ from hpdcp._background._staging import StagedState
 from hpdcp._background._what_to_stage import tied_names_of
 from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._base.splitting import batches
-from hpdcp._format.columns import I64, EntryKind
+from hpdcp._format.columns import I64, ChunkTable, EntryKind
 from hpdcp._format.metadata import Metadata, MetadataIndex
+from hpdcp._plan.local_columns import LocalBoxes
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan, WriteItem
 from hpdcp._state.dtypes import dtype_of
@@ -68,19 +69,30 @@ class StagedPlanner(SavePlanner):
         names = zip(plan.entries.fqns, plan.entries.owners.tolist(), strict=True)
         self._entry = {name: row for row, name in enumerate(names)}
         self._tied = tied_names_of(plan)
-        self._lengths = {item.index: item.nbytes for item in plan.items if item.kind is EntryKind.OBJECT}
-        self._memory: dict[MetadataIndex, memoryview] = {}
+        self._lengths = {plan.item(row).index: int(plan.nbytes[row]) for row in _object_rows(plan)}
+        self._held: tuple[StagedState, Sequence[Segment]] | None = None
+        self._by_index: dict[MetadataIndex, memoryview] | None = None
         self._boxes: dict[tuple[str, int | None], list[MetadataIndex]] = {}
 
     def hold(self, staged: StagedState, segments: Sequence[Segment]) -> None:
         """Give out these items from now on, and no others."""
-        ranges = zip(staged.plan.items, staged.ranges, strict=True)
-        self._memory = {item.index: segments[where.segment].memory(where) for item, where in ranges}
+        self._held = staged, segments
+        self._by_index = None
         self._boxes = {}
-        for index in self._memory:
-            self._boxes.setdefault((index.fqn, index.owner), []).append(index)
-        objects = [item.index for item in staged.plan.items if item.kind is EntryKind.OBJECT]
-        self._lengths |= {index: len(self._memory[index]) for index in objects}
+        self._lengths |= {staged.plan.item(row).index: staged.ranges[row].length for row in _object_rows(staged.plan)}
+
+    @property
+    def _memory(self) -> dict[MetadataIndex, memoryview]:
+        """Where each item lies that is held, once somebody asks for one."""
+        if self._by_index is None:
+            self._by_index = {}
+            if self._held is not None:
+                staged, segments = self._held
+                ranges = zip(staged.plan.items, staged.ranges, strict=True)
+                self._by_index = {item.index: segments[where.segment].memory(where) for item, where in ranges}
+            for index in self._by_index:
+                self._boxes.setdefault((index.fqn, index.owner), []).append(index)
+        return self._by_index
 
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         self._global_planner.configure_planner({}, context)
@@ -115,12 +127,28 @@ class StagedPlanner(SavePlanner):
         for batch in batches(range(len(lengths)), lengths.__getitem__, self._wave_bytes):
             rows = np.array(batch, dtype=np.int64)
             # What was there is given up first, so that the trainer may use its memory again.
-            self._memory, self._boxes = {}, {}
+            self._held, self._by_index = None, None
             self.hold(*self._fetch(plan.select(rows)))
             yield rows
 
     def finish_write(self) -> None:
         self._released()
+
+    def get_addresses(self, plan: SavePlan) -> I64:
+        if self._held is None:
+            return super().get_addresses(plan)
+        staged, segments = self._held
+        first = [segment.address for segment in segments]
+        at = np.array([first[where.segment] + where.offset for where in staged.ranges], dtype=np.int64)
+        at[_object_rows(staged.plan)] = 0
+        boxes = LocalBoxes(self._of_this_rank(staged.plan), staged.plan.nbytes, at)
+        return boxes.addresses_of(self._of_this_rank(plan), plan.nbytes)
+
+    def _of_this_rank(self, plan: SavePlan) -> ChunkTable:
+        """The boxes of `plan`, with the rows of the names that the trainer has."""
+        names = zip(plan.fqns, plan.entries.owners.tolist(), strict=True)
+        rows = np.array([self._entry.get(name, len(self._entry)) for name in names], dtype=np.int64)
+        return plan.chunks.with_entry(rows[plan.chunks.entry])
 
     def get_tensor(self, item: WriteItem) -> torch.Tensor:
         index = item.index
@@ -148,3 +176,8 @@ class StagedPlanner(SavePlanner):
 
     def get_bytes(self, item: WriteItem) -> bytes:
         return bytes(self._memory[item.index])
+
+
+def _object_rows(plan: SavePlan) -> list[int]:
+    rows: list[int] = np.flatnonzero(plan.entries.kinds[plan.chunks.entry] == EntryKind.OBJECT).tolist()
+    return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -17,12 +17,16 @@ from hpdcp._background._arena import Arena, ArenaRange, tensor_at
 from hpdcp._background.data_copier import DataCopier
 from hpdcp._base.timing import timed
 from hpdcp._devices import device
+from hpdcp._devices.memory import memory_at
 from hpdcp._devices.staging import DeviceCopies, copy_all
 from hpdcp._format.columns import EntryKind
 from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._format.metadata import PerRank
 from hpdcp._plan.planner import SavePlanner
 from hpdcp._plan.save_plan import SavePlan
+
+_COPIED_HERE: Final = 64 << 10
+"""A tensor of so many bytes is copied sooner than another thread is told of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +63,30 @@ def build_staged_state_dict(planner: SavePlanner, plan: SavePlan, arena: Arena) 
     Raises:
         StorageError: there is no shared memory for it.
     """
-    items = list(plan.items)
-    objects = {row: planner.get_bytes(item) for row, item in enumerate(items) if item.kind is EntryKind.OBJECT}
-    lengths = [len(objects[row]) if row in objects else item.nbytes for row, item in enumerate(items)]
+    kinds = plan.entries.kinds[plan.chunks.entry]
+    objects = {row: planner.get_bytes(plan.item(row)) for row in np.flatnonzero(kinds == EntryKind.OBJECT).tolist()}
+    lengths = plan.nbytes.tolist()
+    for row, data in objects.items():
+        lengths[row] = len(data)
     ranges = arena.lay_out(lengths)
+    addresses = planner.get_addresses(plan).tolist()
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     on_devices: list[torch.Tensor] = []
     into: list[tuple[memoryview, bool]] = []
-    for row, item in enumerate(items):
+    for row, (where, address) in enumerate(zip(ranges, addresses, strict=True)):
         if row in objects:
-            arena.memory(ranges[row])[:] = objects[row]
+            arena.memory(where)[:] = objects[row]
             continue
+        if address and where.length <= _COPIED_HERE:
+            arena.memory(where)[:] = memory_at(address, where.length)
+            continue
+        item = plan.item(row)
         source = planner.get_tensor(item).detach()
         if device.is_host(source):
-            pairs.append((tensor_at(arena.memory(ranges[row]), source.dtype, item.index.sizes), source))
+            pairs.append((tensor_at(arena.memory(where), source.dtype, item.index.sizes), source))
         else:
             on_devices.append(source)
-            into.append((arena.memory(ranges[row]), arena.page_locked(ranges[row], source.device)))
+            into.append((arena.memory(where), arena.page_locked(where, source.device)))
     from_devices = DeviceCopies(into, on_devices)
     try:
         copy_all(pairs)

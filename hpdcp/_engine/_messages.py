@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
-from hpdcp._format.container import pack_columns, unpack_columns
 from hpdcp._plan.replica_checks import ReplicaReport
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.write_results import WriteResults
 
+_ALIGNMENT: Final = 16
+"""Of what numpy reads in place."""
 _HEAD: Final = struct.Struct("<QQ")
-"""As long as what numpy reads in place must be aligned to."""
+"""As long as that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,28 @@ class Report:
 
 
 def _pack(facts: Mapping[str, str], **parts: bytes) -> bytes:
-    return pack_columns({name: np.frombuffer(data, dtype=np.uint8) for name, data in parts.items()}, facts)
+    """JSON of the facts and of what the parts are called, and the parts; all of it aligned."""
+    sizes = {name: len(data) for name, data in parts.items()}
+    head = json.dumps([dict(facts), sizes]).encode()
+    pieces = [len(head).to_bytes(_ALIGNMENT, "little"), *map(_padded, [head, *parts.values()])]
+    return b"".join(pieces)
 
 
-def _unpack(data: bytes) -> tuple[dict[str, bytes], Mapping[str, str]]:
-    columns, facts = unpack_columns(data, where="what a rank told in a save")
-    return {name: values.tobytes() for name, values in columns.items()}, facts
+def _unpack(data: bytes) -> tuple[dict[str, memoryview], Mapping[str, str]]:
+    length = int.from_bytes(data[:_ALIGNMENT], "little")
+    facts, sizes = json.loads(data[_ALIGNMENT : _ALIGNMENT + length])
+    whole = memoryview(data)
+    position = _ALIGNMENT + _aligned(length)
+    parts: dict[str, memoryview] = {}
+    for name, size in sizes.items():
+        parts[name] = whole[position : position + size]
+        position += _aligned(size)
+    return parts, facts
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(_aligned(len(data)) - len(data))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -70,6 +70,8 @@ class _Save:
         """What this rank writes, once it has joined."""
         self._in_doubt = False
         """Whether the save may be published from now on without this rank hearing of it."""
+        self._published: Metadata | None = None
+        """On the coordinator, once it is."""
 
     def run(self) -> Metadata:
         """Every line is a step that all ranks share: what fails on one raises on all. See `Exchange`."""
@@ -91,6 +93,8 @@ class _Save:
             self._discard_after(error)
             raise
         self._remember()
+        if self._published is not None:
+            return self._published
         return Metadata.from_bytes(published, where="the metadata of this save")
 
     def _look_up(self) -> tuple[Sequence[CachedPlan], bytes]:
@@ -220,7 +224,8 @@ class _Save:
         with stage("finalize_checkpoint"):
             metadata = self._whole.metadata.with_storage(joined.table, {})
             self._in_doubt = True
-            return self._writer.finalize_checkpoint(metadata, results).to_bytes()
+            self._published = self._writer.finalize_checkpoint(metadata, results)
+        return self._published.to_bytes()
 
     def _discard_after(self, error: BaseException) -> None:
         """Remove what this rank has written, where it is certain that nothing was published."""

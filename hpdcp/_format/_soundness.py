@@ -15,6 +15,7 @@ import numpy.typing as npt
 from hpdcp._format._storage_table import StorageTable
 from hpdcp._format.checksums import BLOCK_BYTES
 from hpdcp._format.columns import I64, ChunkTable, EntryKind, EntryTable, starts_of
+from hpdcp._format.strings import fits
 
 MOST_RANKS: Final = 1 << 20
 """Ranks that a checkpoint may say it was saved by; a forged number must not decide how much memory a load takes."""
@@ -50,7 +51,7 @@ def check_columns(entries: EntryTable, chunks: ChunkTable, storage: StorageTable
     _check_codes("entry.kind", entries.kinds, len(EntryKind))
     _check_codes("storage.file", storage.file, len(storage.file_names))
     _check_codes("chunk.entry", chunks.entry, n)
-    if m and bool((np.diff(chunks.entry) < 0).any()):
+    if bool((chunks.entry[1:] < chunks.entry[:-1]).any()):
         raise ValueError("chunk rows are not sorted by entry")
     owned = entries.ndims()[chunks.entry]
     if bool((owned != chunks.ends - starts_of(chunks.ends)).any()):
@@ -106,7 +107,7 @@ def _count_of(name: str, text: str, least: int, stop: int) -> int:
 
 
 def _check_ends(name: str, ends: I64, total: int) -> None:
-    if bool((np.diff(ends, prepend=0) < 0).any()) or (int(ends[-1]) if len(ends) else 0) != total:
+    if not fits(ends, total):
         raise ValueError(f"column {name}.ends does not add up to its values")
 
 

@@ -15,7 +15,7 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
-from hpdcp._format.strings import StringColumn
+from hpdcp._format.strings import StringColumn, fits
 
 I64: TypeAlias = npt.NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
@@ -380,7 +380,7 @@ def strings_to(columns: dict[str, npt.NDArray[np.generic]], name: str, values: S
 def strings_from(columns: Columns, name: str) -> StringColumn:
     """The string column that `strings_to` put under `name`; KeyError or ValueError when it is not a sound one."""
     blob, ends = column(columns, f"{name}.blob", np.uint8), column(columns, f"{name}.ends", np.int64)
-    if len(ends) and (int(ends[-1]) != len(blob) or bool((np.diff(ends, prepend=0) < 0).any())):
+    if not fits(ends, len(blob)):
         raise ValueError(f"column {name} does not end where its text ends")
     return StringColumn(blob, ends)
 

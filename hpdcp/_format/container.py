@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -61,6 +62,8 @@ _NUMPY_DTYPES: Final[Mapping[str, np.dtype[np.generic]]] = MappingProxyType(
 _NAMES_OF_NUMPY: Final[Mapping[np.dtype[np.generic], str]] = MappingProxyType(
     {dtype: name for name, dtype in _NUMPY_DTYPES.items()}
 )
+_LITTLE: Final = sys.byteorder == "little"
+_ONLY_INT: Final = frozenset({int})
 _LARGEST_DIM: Final = (1 << 63) - 1
 
 
@@ -270,7 +273,7 @@ def pack_columns(columns: Mapping[str, npt.NDArray[np.generic]], metadata: Mappi
     """
     arrays: list[tuple[str, str, npt.NDArray[np.generic]]] = []
     for key, column in columns.items():
-        dtype = column.dtype.newbyteorder("<")
+        dtype = column.dtype if column.dtype.isnative and _LITTLE else column.dtype.newbyteorder("<")
         name = _NAMES_OF_NUMPY.get(dtype)
         if name is None:
             raise InvalidArgumentError(
@@ -302,12 +305,13 @@ def unpack_columns(buffer: Buffer, *, where: str) -> tuple[dict[str, npt.NDArray
         count = entry.nbytes // dtype.itemsize
         # frombuffer refuses an offset at the very end, where an empty column lies.
         view = np.frombuffer(buffer, dtype, count, entry.offset) if count else np.empty(0, dtype)
-        try:
-            view = view.reshape(entry.shape)
-        except ValueError:
-            raise CorruptCheckpointError(
-                f"{where}: column {entry.key!r} has the impossible shape {entry.shape}."
-            ) from None
+        if entry.shape != (count,):
+            try:
+                view = view.reshape(entry.shape)
+            except ValueError:
+                raise CorruptCheckpointError(
+                    f"{where}: column {entry.key!r} has the impossible shape {entry.shape}."
+                ) from None
         view.flags.writeable = False
         columns[entry.key] = view
     return columns, head.metadata
@@ -359,7 +363,9 @@ def _parse_entry(key: str, value: object, data_start: int, data_size: int, where
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
     # type() and not isinstance(): JSON's true is an int to Python.
-    return isinstance(value, list) and all(type(size) is int and 0 <= size <= _LARGEST_DIM for size in value)
+    if type(value) is not list or not _ONLY_INT.issuperset(map(type, value)):
+        return False
+    return not value or (min(value) >= 0 and max(value) <= _LARGEST_DIM)
 
 
 def _bits(dtype_name: str, shape: Sequence[int], *, limit: int) -> int:

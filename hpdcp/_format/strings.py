@@ -17,6 +17,17 @@ _ROWS_PER_SEARCH: Final = 32
 """Rows of a column that become keys of a table in the time of one binary search in it."""
 
 
+def fits(ends: npt.NDArray[np.int64], total: int) -> bool:
+    """Whether runs may end there, one after another, that make up so many values.
+
+    >>> fits(np.array([2, 2, 5]), 5), fits(np.array([3, 2, 5]), 5), fits(np.array([2, 4]), 5)
+    (True, False, False)
+    """
+    if not len(ends):
+        return total == 0
+    return int(ends[-1]) == total and int(ends[0]) >= 0 and not (ends[1:] < ends[:-1]).any()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StringColumn:
     """A column of strings as two arrays, so that a million of them cost no million objects.
@@ -38,8 +49,7 @@ class StringColumn:
                 f"{self.where}: expected U8 bytes and I64 ends of one dimension, found {blob.dtype} {blob.shape} "
                 f"and {ends.dtype} {ends.shape}."
             )
-        last = int(ends[-1]) if len(ends) else 0
-        if last != len(blob) or (len(ends) and (int(ends[0]) < 0 or bool(np.any(ends[1:] < ends[:-1])))):
+        if not fits(ends, len(blob)):
             raise CorruptCheckpointError(
                 f"{self.where}: the ends of its {len(ends)} strings do not fit {len(blob)} bytes."
             )

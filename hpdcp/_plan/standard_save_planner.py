@@ -14,7 +14,7 @@ from hpdcp._base.errors import InvalidArgumentError
 from hpdcp._format.columns import I64, ChunkTable, EntryKind, concat_chunks
 from hpdcp._format.metadata import Metadata, MetadataIndex
 from hpdcp._plan._fingerprint import fingerprint
-from hpdcp._plan._local_columns import LocalBoxes, entry_table
+from hpdcp._plan.local_columns import LocalBoxes, entry_table
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.replica_rules import ReplicaRules
 from hpdcp._plan.replicas import drop_duplicates
