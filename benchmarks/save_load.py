@@ -4,7 +4,8 @@
         [--asynchronous]
 
 State: tensors sharded by rows over all ranks (bfloat16 weights, float32 moments) and 256 small replicated ones. `raw`
-writes each tensor with one call to one file for each rank, and fsyncs once: the limit of what files can do. `--cold`
+writes each tensor with one call to one file for each rank, and fsyncs once: the limit of what files can do. It writes
+over its file in place; `raw-replace` writes a new one and gives it the name, as a save over a checkpoint must. `--cold`
 drops the page cache before the first load (root only) and also reports the bytes the disk read. Peak memory is that
 of the largest rank, above what it was when the state was built. `--asynchronous` adds three asynchronous saves in a
 row: how long the trainer stands still in each (`raw`: one copy into memory that is kept), and until it has landed.
@@ -118,11 +119,14 @@ def verbs(contestant: str, folder: Path, rank: int) -> tuple[Callable[[Any], Non
         def views(state: Any) -> list[memoryview]:
             return [memoryview(t.to_local().view(torch.uint8).numpy()).cast("B") for t in state.values()]
 
+        written = file.with_suffix(".new") if contestant == "raw-replace" else file
+
         def save(state: Any) -> None:
-            with open(file, "wb", buffering=0) as out:
+            with open(written, "wb", buffering=0) as out:
                 for view in views(state):
                     out.write(view)
                 os.fsync(out.fileno())
+            os.replace(written, file)
 
         def load(state: Any) -> None:
             with open(file, "rb", buffering=0) as source:
@@ -197,7 +201,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--contestants", default="raw,torch,hpdcp")
+    parser.add_argument("--contestants", default="raw,raw-replace,torch,hpdcp")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
