@@ -17,7 +17,7 @@ def hold_step(folder: RunFolder, step: int) -> None:
     found = whole_step(folder, step)
     key = held_key(found.folder)
     folder.backend.publish(key, b"")
-    if found.folder in Marks.look(folder.backend).removing:
+    if found.folder in Marks.look(folder.backend, just_left=key).removing:
         folder.backend.delete([key])
         raise CheckpointNotFoundError(f"{folder.url_of(found.folder)} is being removed just now.")
 

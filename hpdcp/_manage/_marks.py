@@ -39,19 +39,25 @@ class Marks:
     """Keys of marks whose process is gone."""
 
     @classmethod
-    def look(cls, backend: Backend) -> Marks:
-        """By one listing."""
+    def look(cls, backend: Backend, *, just_left: str | None = None) -> Marks:
+        """By one listing.
+
+        Args:
+            just_left: a key that this process has published just now, whose time is the store's own. Without it marks
+                are judged by this host's clock, which is good enough to show them.
+        """
         try:
             infos = backend.list_keys(MARKS)
         except CheckpointNotFoundError:
             return cls()
+        now = next((info.modified for info in infos if info.key == just_left), time.time())
         found: dict[str, set[str]] = {HELD: set(), READING: set(), REMOVING: set()}
         expired: list[str] = []
         for info in infos:
             kind, _, rest = info.key.removeprefix(f"{MARKS}/").partition("-")
             if kind not in found:
                 continue
-            if _is_expired(kind, info):
+            if _is_expired(kind, info, now):
                 expired.append(info.key)
             else:
                 found[kind].add(rest if kind == HELD else rest.rpartition(".")[0])
@@ -59,9 +65,9 @@ class Marks:
         return cls(held, reading, removing, tuple(expired))
 
 
-def _is_expired(kind: str, info: KeyInfo) -> bool:
+def _is_expired(kind: str, info: KeyInfo, now: float) -> bool:
     # Whichever way a clock has jumped, a mark does not stay for ever.
-    return kind in EXPIRES and abs(time.time() - info.modified) > EXPIRES[kind]
+    return kind in EXPIRES and abs(now - info.modified) > EXPIRES[kind]
 
 
 def held_key(folder: str) -> str:
@@ -75,7 +81,7 @@ def marked(backend: Backend, kind: str, folder: str) -> Iterator[Marks]:
     key = f"{MARKS}/{kind}-{folder}.{uuid.uuid4().hex[:16]}"
     backend.publish(key, b"")
     try:
-        yield Marks.look(backend)
+        yield Marks.look(backend, just_left=key)
     finally:
         # A mark that stays expires.
         with suppress(StorageError):

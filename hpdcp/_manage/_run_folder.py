@@ -78,8 +78,6 @@ class RunFolder:
     def __init__(self, backend: Backend, names: StepNames) -> None:
         self.backend = backend
         self.names = names
-        self.expired_marks: tuple[str, ...] = ()
-        """Keys of marks of processes that are gone, as the last look found them."""
 
     @property
     def url(self) -> str:
@@ -98,7 +96,6 @@ class RunFolder:
         steps = self.names.steps(folders)
         read = for_each_file(self.backend, lambda pair: self._read(*pair), list(steps.items()))
         marks = Marks.look(self.backend) if MARKS in folders else Marks()
-        self.expired_marks = marks.expired
         return [
             replace(
                 record,
@@ -210,6 +207,8 @@ class RunFolder:
         lease = Lease.from_bytes(read_or_none(self.backend, f"{folder}/{LEASE}") or b"")
         if lease is not None and lease.attempt.startswith(REMOVAL):
             return StepRecord(step, folder, StepState.TORN, "its removal was cut off")
+        if lease is not None and lease.holder.is_over:
+            return StepRecord(step, folder, StepState.TORN, "its save ended before it committed")
         last = max(info.modified for key, info in infos.items() if key == LEASE or key in data)
         silent = time.time() - last
         if abs(silent) < SILENT_SECONDS:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from hpdcp._base.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, StorageError
-from hpdcp._base.timing import log_message
 from hpdcp._comm.identity import run_id
 from hpdcp._manage._marks import REMOVING, marked
 from hpdcp._manage._run_folder import Opening, RunFolder, open_run
@@ -113,8 +111,6 @@ def prune_steps(
             continue
         removed.append(record.step)
         nbytes += removal.nbytes
-    if folder.expired_marks and not dry_run:
-        _forget_marks(folder)
     kept = {step: reason for step, reason in reasons.items() if reason}
     return Pruning(folder.url, tuple(removed), kept, left, nbytes, dry_run)
 
@@ -147,6 +143,7 @@ def remove_step(folder: RunFolder, record: StepRecord, opening: Opening, *, dry_
             raise CheckpointError(f"{url} is held: release it first.")
         if record.folder in marks.reading:
             raise CheckpointError(f"{url} is being read by a load: wait for it.")
+        folder.backend.delete(marks.expired)
         removal = remove()
     if removal.dry_run:
         raise CheckpointError(f"{url} was saved anew in between, and stays.")
@@ -157,11 +154,3 @@ def _is_due(record: StepRecord, reasons: Mapping[int, str], newest: StepRecord |
     if record.is_whole:
         return not reasons[record.step]
     return record.state is StepState.TORN and not record.held and newest is not None and record.step < newest.step
-
-
-def _forget_marks(folder: RunFolder) -> None:
-    """Remove the marks of processes that were killed."""
-    try:
-        folder.backend.delete(folder.expired_marks)
-    except StorageError as error:
-        log_message(logging.WARNING, f"{folder.url}: old marks could not be removed: {error}")

@@ -338,7 +338,7 @@ def tear(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (tear, "was last seen 0 min ago, and has not finished"),
+        (tear, "its save ended before it committed"),
         (truncate, "bytes long, recorded were"),
         (lose, "is missing"),
         (spoil_metadata, "is damaged"),
@@ -426,7 +426,21 @@ def test_a_store_that_cannot_be_listed_is_an_error_and_no_new_run(
         loaded(run)
 
 
-def test_what_a_killed_save_left_goes_once_it_is_old_and_below_a_whole_step(open_run: OpenRun) -> None:
+def test_what_a_killed_save_left_of_an_older_step_goes_where_its_process_is_known_to_have_ended(
+    open_run: OpenRun,
+) -> None:
+    run = open_run(keep=keep.latest(3))
+    save_all(run, 1, 2, 5)
+    tear(folder_of(run, 1))
+    tear(folder_of(run, 5))
+    save_all(run, 3)
+    assert folders(run) == ["step_00000002", "step_00000003", "step_00000005"]
+    assert run.records()[-1].state is StepState.TORN
+
+
+def test_what_a_save_of_unknown_fate_left_goes_once_it_is_old_and_below_a_whole_step(
+    open_run: OpenRun,
+) -> None:
     run = open_run(keep=keep.latest(3))
     save_all(run, 1, 2, 5)
     for step, age in ((1, 3600.0), (2, 48 * 3600.0), (5, 48 * 3600.0)):
@@ -434,7 +448,7 @@ def test_what_a_killed_save_left_goes_once_it_is_old_and_below_a_whole_step(open
         for path in folder_of(run, step).iterdir():
             if path.name == LEASE:
                 said = json.loads(path.read_text())
-                path.write_text(json.dumps({**said, "began": said["began"] - age}))
+                path.write_text(json.dumps({**said, "began": said["began"] - age, "process": None}))
             os.utime(path, (time.time() - age,) * 2)
     save_all(run, 3)
     assert folders(run) == ["step_00000001", "step_00000003", "step_00000005"]
@@ -533,7 +547,7 @@ def test_a_given_step_is_loaded_or_what_there_is_is_told(open_run: OpenRun) -> N
     with pytest.raises(CheckpointNotFoundError, match="no step 7; whole steps are 1, 2, 3"):
         run.load(7, state)
     tear(folder_of(run, 2))
-    with pytest.raises(CheckpointNotFoundError, match="step 2 is not whole: a save began here"):
+    with pytest.raises(CheckpointNotFoundError, match="step 2 is not whole: its save ended"):
         run.load(2, state)
 
 

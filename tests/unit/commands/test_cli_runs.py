@@ -48,7 +48,7 @@ def test_ls_shows_the_newest_step_first_with_metrics_and_state(run: Path, comman
     lines = [line.split() for line in command("ls", run).out.splitlines()]
     shown = [line for line in lines if line and line[0].isdigit()]
     assert [line[0] for line in shown[:4]] == ["300", "200", "150", "100"]
-    assert shown[0][3] == "saving:"
+    assert shown[0][3] == "torn:"
     assert (shown[1][5:], shown[2][-1], shown[3][-1]) == (["1", "whole", "loss=0.25"], "loss=nan", "loss=0.5")
     assert "4 steps, 3 whole" in command("ls", run).said
     assert "2 more steps" in command("ls", run, "--limit", 2).said
@@ -118,14 +118,14 @@ def test_a_held_step_stays_and_a_released_one_goes(run: Path, command: Command) 
 def test_verify_of_a_run_has_a_line_for_each_step(run: Path, command: Command) -> None:
     lines = command("verify", run).out.splitlines()
     assert [line.split(":")[:2] for line in lines] == [
-        ["step 300", " saving"], ["step 200", " sound"], ["step 150", " sound"], ["step 100", " sound"],
+        ["step 300", " torn"], ["step 200", " sound"], ["step 150", " sound"], ["step 100", " sound"],
     ]  # fmt: skip
     data = next((run / "step_00000150").glob("*.safetensors"))
     spoiled = bytearray(data.read_bytes())
     spoiled[-1] ^= 1
     data.write_bytes(spoiled)
     document = command("verify", run, "--json", status=1).document
-    assert [step["state"] for step in document["steps"]] == ["saving", "sound", "damaged", "sound"]
+    assert [step["state"] for step in document["steps"]] == ["torn", "sound", "damaged", "sound"]
     assert not document["is_sound"]
 
 
