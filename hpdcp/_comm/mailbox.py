@@ -16,7 +16,7 @@ from typing import Final
 
 import crc32c
 
-from hpdcp._base.backend import Backend
+from hpdcp._base.backend import Backend, ByteRange
 from hpdcp._base.errors import CheckpointError, CorruptCheckpointError, KeyNotFoundError, PeerLostError, StorageError
 from hpdcp._base.threads import Threads
 from hpdcp._comm.exchange import COORDINATOR, FramedExchange, failure_frame
@@ -194,6 +194,16 @@ def report_dead_worker(backend: Backend, attempt: str, rank: int) -> None:
 
 def _dead_key(folder: str, rank: int) -> str:
     return f"{folder}/DEAD_{rank}"
+
+
+def is_message(backend: Backend, key: str) -> bool:
+    """Whether the key's first bytes are those of a message."""
+    head = bytearray(len(_MARK))
+    try:
+        backend.read_ranges(key, [ByteRange(0, len(head))], [memoryview(head)])
+    except StorageError:
+        return False
+    return head == _MARK
 
 
 def clear_mailbox(backend: Backend, folder: str) -> None:

@@ -66,6 +66,12 @@ def mailbox_folder(attempt: str) -> str:
     return f".mailbox-{attempt}"
 
 
+def attempt_of_mailbox(folder: str) -> str | None:
+    """The attempt whose messages lie in the folder; None where it is none of a mailbox."""
+    attempt = folder.removeprefix(".mailbox-")
+    return attempt if folder != attempt and is_attempt(attempt) else None
+
+
 def is_attempt(text: str) -> bool:
     """Whether `text` has the form of an attempt's id."""
     return _ATTEMPT.fullmatch(text) is not None

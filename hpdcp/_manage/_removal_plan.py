@@ -15,6 +15,7 @@ from hpdcp._base.errors import (
     CorruptCheckpointError,
     StorageError,
 )
+from hpdcp._comm.mailbox import is_message
 from hpdcp._files import registry
 from hpdcp._files.lease import SILENT_SECONDS, Holder, Lease
 from hpdcp._files.leftovers import attempt_in_header, removable
@@ -24,12 +25,12 @@ from hpdcp._format.file_names import (
     LEASE,
     METADATA,
     DataFileName,
+    attempt_of_mailbox,
     begins_as_data,
     carries_attempt,
     is_attempt,
     is_lease_key,
     is_metadata_key,
-    mailbox_folder,
     rank_of_metadata_key,
 )
 from hpdcp._format.metadata import Metadata
@@ -88,6 +89,8 @@ class FolderContents:
     """The folder's."""
     attempts: set[str] = field(default_factory=set)
     """Those that metadata, leases or, without a lease, files name."""
+    unleased: dict[str, float] = field(default_factory=dict)
+    """Attempts that only a mailbox names, and when its last message came."""
     messages: dict[str, int] = field(default_factory=dict)
     """Messages of these attempts, and their sizes."""
 
@@ -108,12 +111,24 @@ class FolderContents:
             # In earlier versions ranks that saved each for itself had no lease: a file that names its attempt itself is
             # all there is.
             found.attempts |= set(found._unlisted().values())
+        found._read_mailboxes()
         if not found.documents and found.lease_bytes is None and not found.attempts:
             raise CheckpointNotFoundError(_nothing_there(backend, list(found.infos)))
-        for attempt in found.attempts:
-            folder = mailbox_folder(attempt)
-            found.messages |= {info.key: info.size for info in backend.list_keys(folder)}
         return found
+
+    def _read_mailboxes(self) -> None:
+        """Messages of attempts that are known, and of those that ended before they leased the folder."""
+        for folder in self.backend.list_folders():
+            attempt = attempt_of_mailbox(folder)
+            messages = self.backend.list_keys(folder) if attempt is not None else []
+            if attempt is not None and attempt not in self.attempts:
+                messages = [info for info in messages if is_message(self.backend, info.key)]
+            if attempt is None or not messages:
+                continue
+            if attempt not in self.attempts:
+                self.unleased[attempt] = max(info.modified for info in messages)
+                self.attempts.add(attempt)
+            self.messages |= {info.key: info.size for info in messages}
 
     def _read_metadata(self, *, force: bool) -> None:
         for key in self.infos:
@@ -229,6 +244,7 @@ class FolderContents:
         if not self.leases:
             # Of an earlier version, each rank for itself: an attempt that wrote data and that no metadata names.
             at_work = [Holder(attempt, 0.0) for attempt in sorted(self.attempts - set(self.published.values()))]
+        at_work += [Holder(attempt, last) for attempt, last in self.unleased.items()]
         if not at_work:
             return
         last = max(holder.began for holder in at_work)

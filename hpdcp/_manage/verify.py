@@ -14,7 +14,7 @@ from hpdcp._base.backend import Backend
 from hpdcp._base.errors import NotSupportedError
 from hpdcp._files.lease import read_lease
 from hpdcp._files.reader import FileSystemReader
-from hpdcp._format.file_names import is_data_key, rank_of_metadata_key
+from hpdcp._format.file_names import attempt_of_mailbox, is_data_key, rank_of_metadata_key
 from hpdcp._format.metadata import Metadata
 from hpdcp._manage._file_verifier import Damage, FileResult, FileVerifier, layout_of
 from hpdcp._manage._opening import FoundMetadata, open_checkpoint
@@ -120,3 +120,6 @@ def _orphans(backend: Backend, found: FoundMetadata) -> Iterator[str]:
         stale = rank_of_metadata_key(info.key) is not None and not found.by_rank
         if stale or (is_data_key(info.key) and info.key not in used):
             yield info.key
+    for folder in backend.list_folders():
+        if attempt_of_mailbox(folder) is not None:
+            yield from (info.key for info in backend.list_keys(folder))

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 import hpdcp
-from hpdcp._base.errors import CheckpointNotFoundError, IncompleteCheckpointError
+from hpdcp._base.errors import CheckpointExistsError, CheckpointNotFoundError, IncompleteCheckpointError
 from hpdcp._format.checksums import BLOCK_BYTES
 from hpdcp._format.columns import EntryKind
-from hpdcp._format.file_names import METADATA
+from hpdcp._format.file_names import METADATA, mailbox_folder
 from hpdcp._manage.inspect import inspect_checkpoint
+from hpdcp._manage.remove import remove_checkpoint
 from hpdcp._manage.verify import verify_checkpoint
 from tests.support.data_files import data_file, without_attempt
 from tests.support.runs import begin_run
@@ -184,6 +185,20 @@ def test_files_of_unfinished_saves_are_listed_and_harm_nothing(saved: Path) -> N
     report = verify_checkpoint(saved)
     assert report.is_sound
     assert report.orphans == ("3.metadata", "_rank0_.0123456789abcdef.safetensors")
+
+
+def test_messages_of_a_killed_save_are_told_of_and_removed(saved: Path) -> None:
+    """Also where it was killed before it leased the folder, so that no lease names it."""
+    mailbox = saved / mailbox_folder("00000000deadbeef")
+    mailbox.mkdir()
+    (mailbox / "0000.LOCAL_PLAN_1").write_bytes(b"hpdcpmsg and more")
+    (saved / ".mailbox-of-mine").mkdir()
+    (saved / ".mailbox-of-mine" / "letter").write_bytes(b"x")
+    assert verify_checkpoint(saved).orphans == (f"{mailbox.name}/0000.LOCAL_PLAN_1",)
+    with pytest.raises(CheckpointExistsError, match="may be in progress"):
+        remove_checkpoint(saved)
+    remove_checkpoint(saved, force=True)
+    assert [path.name for path in saved.iterdir()] == [".mailbox-of-mine"]
 
 
 def test_files_kept_for_readers_of_the_replaced_checkpoint_are_no_orphans(saved: Path) -> None:
