@@ -538,6 +538,34 @@ def test_pruning_says_what_it_would_do_and_why_the_rest_stays(open_run: OpenRun)
         open_run().prune()
 
 
+def test_two_that_prune_at_once_by_other_policies_leave_the_newest_and_raise_nothing(open_run: OpenRun) -> None:
+    first = open_run()
+    for step in range(1, 9):
+        first.save(step, state_at(step), metrics={"loss": step})
+    pruners = [open_run(keep=policy, signals=()) for policy in (keep.latest(1), keep.best("loss", 1, lowest=True))]
+    together = threading.Barrier(2)
+    failed: list[BaseException] = []
+
+    def prune(run: Checkpoints) -> None:
+        together.wait()
+        try:
+            run.prune()
+        except BaseException as error:  # noqa: BLE001  # for the test's own thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=prune, args=(run,)) for run in pruners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert first.latest() == 8
+    for run in pruners:
+        run.prune()
+    assert first.steps() == [8]
+    assert folders(first) == ["step_00000008"]
+
+
 def test_a_given_step_is_loaded_or_what_there_is_is_told(open_run: OpenRun) -> None:
     run = open_run()
     save_all(run, 1, 2, 3)
