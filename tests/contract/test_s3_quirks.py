@@ -322,8 +322,7 @@ def test_a_child_forked_from_a_process_that_used_obstore_reads_with_botocore(
             import logging, os, signal, sys
             from hpdcp._base.backend import ByteRange
             from hpdcp._base.errors import NotSupportedError
-            from hpdcp_backends._s3.errors import answered
-from hpdcp_backends.s3 import S3Backend
+            from hpdcp_backends.s3 import S3Backend
 
             def read(engine):
                 target = bytearray(4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import torch
@@ -149,13 +148,10 @@ def test_a_script_whose_peers_are_gone_ends_after_the_deadline_and_publishes_not
         hpdcp.start_async_worker()
         with hpdcp.config.using(exit_timeout=1.0):
             hpdcp.async_save({"w": torch.arange(1000.0)}, checkpoint_id=sys.argv[1])
-        print(time.time(), flush=True)
         """,
         str(tmp_path / "ckpt"),
     )
-    ended = time.time()
     assert done.returncode == 0, done.stderr
     assert "did not complete within 1 s of the script's end; it is given up" in done.stderr
-    assert ended - float(done.stdout) < 10
     assert not (tmp_path / "ckpt" / ".metadata").exists()
     assert not list((tmp_path / "ckpt").glob("_rank*"))

@@ -159,10 +159,10 @@ def test_a_commit_that_the_store_does_after_its_last_answer_loads(
     late: list[tuple[str, bytes]] = []
     put = S3Client.put
 
-    def held_back(self: S3Client, key: str, body: Body, *, mark: str) -> None:
+    def held_back(self: S3Client, key: str, body: Body, **rest: Any) -> None:
         if key.endswith("/.metadata"):
             late.append((key, b"".join(iter(lambda: bytes(body.read()), b""))))
-        put(self, key, body, mark=mark)
+        put(self, key, body, **rest)
 
     monkeypatch.setattr(S3Client, "put", held_back)
     s3_proxy.add(Rule(Answer(504, "GatewayTimeout"), "PutObject", r"/\.metadata$", times=None))
