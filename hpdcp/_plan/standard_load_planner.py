@@ -277,8 +277,9 @@ class StandardLoadPlanner(LoadPlanner):
         children = self._tree.children(leaf)
         if children and below:
             # Stored value by value, since it held tensors then; this target has none.
-            for child in children:
-                self._plan_object(child)
+            if not isinstance(leaf.value, (list, tuple)) or self._has_stored_length(leaf.fqn, len(leaf.value)):
+                for child in children:
+                    self._plan_object(child)
         elif below:
             self._problems.add(
                 Mismatch.MISSING,
@@ -316,20 +317,24 @@ class StandardLoadPlanner(LoadPlanner):
                 self._unnamed.plan(root, named, self._plan_gathered)
 
     def _check_length(self, sequence: Container) -> None:
-        count = len(sequence.value)
-        stored = self._names.items_from(sequence.fqn, count)
-        if stored > count:
-            self._problems.add(
-                Mismatch.SHAPE,
-                sequence.fqn,
-                f"{sequence.fqn!r} (stored with {stored} items, wanted with {count}; for some of them, a dict of their "
-                "indices is a target)",
-            )
+        if not self._has_stored_length(sequence.fqn, len(sequence.value)):
             return
         found = self._stored.enclosing_value(sequence.path, sequence.owner)
         if found is not None:
-            take = check_length(sequence.fqn, count)
+            take = check_length(sequence.fqn, len(sequence.value))
             self._values.want(*_at(found, sequence.fqn), take, at_once=True, optional=True)
+
+    def _has_stored_length(self, fqn: str, count: int) -> bool:
+        """Whether no more than `count` items are stored of a sequence; else it is noted."""
+        stored = self._names.items_from(fqn, count)
+        if stored > count:
+            self._problems.add(
+                Mismatch.SHAPE,
+                fqn,
+                f"{fqn!r} (stored with {stored} items, wanted with {count}; for some of them, a dict of their indices "
+                "is a target)",
+            )
+        return stored <= count
 
     def _plan_gather(self, leaf: Leaf) -> None:
         """`PerRank.all`: every saved rank's value, rebuilt from scratch on the host; None for one that has none."""
