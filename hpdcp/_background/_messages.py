@@ -6,6 +6,7 @@ the worker says    stage               in a save by waves: copy the items of thi
 the trainer says   staged, not_staged  they lie there; or why they could not be copied
 the worker says    released            nothing more is asked for: the trainer may change its state
 the worker says    saved, failed       the end of the save
+the trainer says   give_up             another rank will not come to the end of this attempt
 the trainer says   stop                no more saves
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -70,6 +72,12 @@ class MessageSocket:
             self._socket.sendall(head + text)
             if payload:
                 self._socket.sendall(payload)
+
+    def has_message(self, seconds: float | None) -> bool:
+        """Whether there is something to receive, or the other end is gone, within so many seconds; None: no limit."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(None if seconds is None else seconds * 1000))
 
     def receive(self) -> Message:
         """The next message; EOFError when the other end is gone."""

@@ -74,7 +74,7 @@ class SaveJob:
     where `plan` is all."""
     sampled: Sampled | None = None
     """What is compared of `rest`."""
-    failure: str = ""
+    failure: Failed | None = None
     environment: CallEnvironment = dataclasses.field(default_factory=CallEnvironment)
     """In which it was called."""
 
@@ -100,7 +100,7 @@ class SaveJob:
             "writer": self.writer.facts,
             "planner": self.planner.options,
             "key": self.key,
-            "failure": self.failure,
+            "failure": None if self.failure is None else self.failure.to_json(),
             "known": list(self.known),
             "wave_bytes": self.wave_bytes,
             "variables": dict(self.environment.variables),
@@ -132,7 +132,7 @@ class SaveJob:
             known=facts["known"],
             rest=SavePlan.from_part(blobs["rest"], plan) if plan is not None and blobs["rest"] else None,
             sampled=Sampled.from_bytes(blobs["sampled"]) if blobs["sampled"] else None,
-            failure=facts["failure"],
+            failure=None if facts["failure"] is None else Failed.from_json(facts["failure"]),
             environment=CallEnvironment(blobs["config"], facts["variables"], facts["search_path"], facts["umask"]),
         )
 

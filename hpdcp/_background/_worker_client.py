@@ -47,14 +47,19 @@ class WorkerClient:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def wait_until_ready(self) -> None:
-        """Raises WorkerDiedError when it could not start."""
-        if not self._ready:
+    def is_ready(self, seconds: float | None) -> bool:
+        """Whether it has started, within so many seconds, or None for however long it takes.
+
+        Raises:
+            WorkerDiedError: it could not start.
+        """
+        if not self._ready and self._socket.has_message(seconds):
             try:
                 self._socket.receive()
             except EOFError:
                 raise self.death() from None
             self._ready = True
+        return self._ready
 
     def submit(self, job: SaveJob) -> None:
         """Send it a job; WorkerDiedError when it died."""
@@ -72,6 +77,11 @@ class WorkerClient:
     def refuse_wave(self, reason: str) -> None:
         """Say why the items that it asked for could not be staged; WorkerDiedError when it died."""
         self._send("not_staged", {"reason": reason}, b"")
+
+    def give_up(self, attempt: str, reason: str) -> None:
+        """Have it wait no longer for other ranks in that attempt; a worker that died hears nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.send("give_up", {"attempt": attempt, "reason": reason})
 
     def _send(self, kind: str, facts: Mapping[str, Any], payload: bytes) -> None:
         """With the shared memory that it does not have yet."""
@@ -94,8 +104,8 @@ class WorkerClient:
         status = self._process.returncode
         how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
         return WorkerDiedError(
-            f"the background worker {how} before the save was published; an earlier checkpoint is untouched. Look for "
-            "its output above, or for the system's out-of-memory killer. The next async_save starts a new worker."
+            f"the background worker {how}. Look for its output above, or for the system's out-of-memory killer. "
+            "The next async_save starts another."
         )
 
     def stop(self, seconds: float) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 from hpdcp._background._background_saves import SAVES
 from hpdcp._background._environment import CallEnvironment
+from hpdcp._background._hearing import Hearing
+from hpdcp._background._joint_call import JointCall, joint_call
 from hpdcp._background._save_in_flight import SaveInFlight
 from hpdcp._background._save_job import Coordination, SaveJob
 from hpdcp._background._specs import PlannerSpec, WriterSpec, sendable
@@ -26,8 +28,9 @@ from hpdcp._base import arguments, config
 from hpdcp._base.arguments import require_flags, require_instance
 from hpdcp._base.errors import InvalidArgumentError, NotSupportedError
 from hpdcp._base.timing import timed
-from hpdcp._comm.identity import rank_and_world_size
-from hpdcp._files.save_identity import agreed_identity
+from hpdcp._comm.exchange import Failed
+from hpdcp._comm.identity import rank_and_world_size, run_id
+from hpdcp._files.save_identity import SaveIdentity, agreed_identity
 from hpdcp._files.writer import open_writer
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.standard_save_planner import StandardSavePlanner
@@ -37,7 +40,7 @@ from hpdcp._plan.storage import StorageWriter
 def start_async_worker() -> None:
     """Start the background worker now and wait until it is ready, so that the first `async_save` need not."""
     with SAVES.lock:
-        SAVES.worker().wait_until_ready()
+        SAVES.worker().is_ready(None)
 
 
 def wait_for_saves(timeout: float | None = None) -> bool:
@@ -74,11 +77,44 @@ def async_save(
 
     Raises:
         AssertionError: `use_gloo`, and MASTER_ADDR or MASTER_PORT is not set.
-        InvalidArgumentError: no location to save to, or a writer or planner that cannot be sent to the worker.
+        InvalidArgumentError: no location to save to, or not the same on all ranks; or a writer or planner that cannot
+            be sent to the worker.
         NotSupportedError: a location that only this process sees, such as `memory://`.
         StateDictError: something cannot be stored so that it comes back exactly; names the key.
         HpdcpError: an earlier save failed and nobody asked about it.
     """
+    call = joint_call(no_dist=no_dist, use_collectives=use_collectives)
+    try:
+        return _called(
+            state_dict,
+            checkpoint_id,
+            storage_writer,
+            planner,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+            use_gloo=use_gloo,
+            callback=callback,
+            call=call,
+        )
+    except BaseException as error:
+        if call is not None:
+            # Whatever it was: the other ranks' workers wait for this rank's.
+            call.fail(error)
+        raise
+
+
+def _called(
+    state_dict: Mapping[Any, Any],
+    checkpoint_id: str | Path | None,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None,
+    *,
+    no_dist: bool,
+    use_collectives: bool,
+    use_gloo: bool,
+    callback: Callable[[], object] | None,
+    call: JointCall | None,
+) -> AsyncSaveResponse:
     require_flags(no_dist=no_dist, use_collectives=use_collectives, use_gloo=use_gloo)
     require_instance("planner", planner, SavePlanner, instead=arguments.SAVE_PLANNER)
     if callback is not None and not callable(callback):
@@ -99,6 +135,7 @@ def async_save(
             use_collectives=use_collectives and not no_dist,
             use_gloo=use_gloo,
             callback=callback,
+            call=call,
         )
 
 
@@ -111,6 +148,7 @@ def _save(
     use_collectives: bool,
     use_gloo: bool,
     callback: Callable[[], object] | None,
+    call: JointCall | None,
 ) -> AsyncSaveResponse:
     rank, world_size = ranks
     location = _location_of(writer)
@@ -120,7 +158,11 @@ def _save(
             f"location; {type(writer).__qualname__} has none. Pass checkpoint_id=, or use_gloo=True."
         )
     settings = config.current()
-    identity = agreed_identity(location, world_size)
+    coordination = Coordination.from_flags(use_collectives=use_collectives, use_gloo=use_gloo, world_size=world_size)
+    if call is None:
+        identity = agreed_identity(location, world_size)
+    else:
+        identity = SaveIdentity(call.settle(location, use_gloo), run_id(), call.number)
     specs = WriterSpec.of(writer), PlannerSpec.of(planner)
     pickled_settings = sendable(settings, "the configuration")
     context = PlannerContext(rank, world_size, rank == 0 or not use_collectives, use_collectives)
@@ -136,7 +178,7 @@ def _save(
         identity=identity,
         rank=rank,
         world_size=world_size,
-        coordination=Coordination.from_flags(use_collectives=use_collectives, use_gloo=use_gloo, world_size=world_size),
+        coordination=coordination,
         master=(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)),
         writer=specs[0],
         planner=specs[1],
@@ -148,12 +190,13 @@ def _save(
         known=[plan.plan_id for plan in staging.cached],
         rest=staging.rest,
         sampled=staging.sampled,
-        failure="" if failure is None else f"{type(failure).__name__}: {failure}",
+        failure=None if failure is None else Failed.of(rank, failure),
         environment=CallEnvironment.current(pickled_settings),
     )
     worker.plans |= {plan.plan_id for plan in staging.cached}
     response = AsyncSaveResponse(location)
-    save = SaveInFlight(worker, job, settings.exit_timeout, response, callback, staging.key)
+    hearing = Hearing(call, worker, identity.attempt)
+    save = SaveInFlight(worker, job, settings.exit_timeout, response, callback, staging.key, hearing)
     if staging.wave_bytes:
         failure = save.stage_waves(planner)
     SAVES.note_in_flight(response, save.start())

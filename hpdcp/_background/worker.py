@@ -28,20 +28,17 @@ from hpdcp._background._sampled import Sampled
 from hpdcp._background._save_job import Coordination, SaveAnswer, SaveJob
 from hpdcp._background._staged_planner import StagedPlanner
 from hpdcp._background._staging import StagedState
-from hpdcp._background._worker_exchange import WorkerGroup, open_exchange
+from hpdcp._background._worker_exchange import OtherRanks, WorkerGroup, open_exchange, published_by
 from hpdcp._base import config, timing
 from hpdcp._base.errors import PeerLostError, StateDictError
 from hpdcp._comm.exchange import Failed
 from hpdcp._engine.save import save_state
-from hpdcp._files.publish import read_or_none
-from hpdcp._format.file_names import METADATA
 from hpdcp._format.metadata import Metadata
 from hpdcp._plan.plan_cache import PLANS
 from hpdcp._plan.plan_key import plan_key
 from hpdcp._plan.planner import PlannerContext, SavePlanner
 from hpdcp._plan.save_plan import SavePlan
 from hpdcp._plan.standard_save_planner import StandardSavePlanner
-from hpdcp._plan.storage import StorageWriter
 
 _LOOK_SECONDS: Final = 0.5
 """Between two looks whether the trainer is still there."""
@@ -58,7 +55,8 @@ class Worker:
 
     def __init__(self, trainer: MessageSocket, incarnation: str) -> None:
         self._trainer = trainer
-        self._group = WorkerGroup(incarnation)
+        self._others = OtherRanks()
+        self._group = WorkerGroup(incarnation, self._others)
         self._segments: list[Segment] = []
         """The trainer's shared memory, as ranges count its segments."""
         self._received: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -68,10 +66,16 @@ class Worker:
         """Until the trainer says that there is nothing more."""
         threading.Thread(target=self._receive, name="hpdcp-receive", daemon=True).start()
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="hpdcp-parent", daemon=True).start()
-        self._trainer.send("ready")
+        self._say("ready")
         while (message := self._received.get()) is not None:
-            self._trainer.send(*self._answer(message).to_message())
+            self._say(*self._answer(message).to_message())
         self._group.leave()
+
+    def _say(self, kind: str, facts: Mapping[str, Any] | None = None, payload: bytes = b"") -> None:
+        try:
+            self._trainer.send(kind, facts, payload)
+        except OSError:
+            os._exit(_TRAINER_GONE)
 
     def _receive(self) -> None:
         """On a thread of its own: a trainer that vanishes is noticed in the midst of a save too."""
@@ -83,6 +87,9 @@ class Worker:
             if message.kind == "stop":
                 self._received.put(None)
                 return
+            if message.kind == "give_up":
+                self._others.give_up(message.facts["attempt"], message.facts["reason"])
+                continue
             self._received.put(message)
 
     def _answer(self, message: Message) -> SaveAnswer:
@@ -111,7 +118,7 @@ class Worker:
             PLANS.put(key, plan)
         known = {plan.plan_id for plan in PLANS.find(key)}
         try:
-            with open_exchange(job, writer, self._group) as exchange:
+            with open_exchange(job, writer, self._group, self._others) as exchange:
                 metadata = save_state(
                     {},
                     open_writer=lambda: writer,
@@ -130,6 +137,7 @@ class Worker:
     def _planner_of(self, job: SaveJob) -> SavePlanner:
         """What plans and gives out the state on behalf of the trainer's planner."""
         if job.plan is None:
+            assert job.failure is not None
             return _FailedPlanner(job.failure)
         planner = StagedPlanner(
             job.plan,
@@ -157,7 +165,7 @@ class Worker:
         return Sampled.from_bytes(self._ask("sample", plan, "sampled").payload)
 
     def _ask(self, kind: str, plan: SavePlan, answer: str) -> Message:
-        self._trainer.send(kind, payload=plan.to_bytes())
+        self._say(kind, payload=plan.to_bytes())
         message = self._received.get()
         if message is None or message.kind != answer:
             reason = "it has ended" if message is None else str(message.facts.get("reason", ""))
@@ -165,7 +173,7 @@ class Worker:
         return message
 
     def _release(self) -> None:
-        self._trainer.send("released")
+        self._say("released")
 
     def _add_segments(self, message: Message) -> None:
         """Map the shared memory whose descriptors came with the message."""
@@ -178,25 +186,16 @@ class Worker:
 class _FailedPlanner(StandardSavePlanner):
     """Stands for a state that could not be staged: all ranks must hear why."""
 
-    def __init__(self, failure: str) -> None:
+    def __init__(self, failure: Failed) -> None:
         super().__init__()
         self._failure = failure
 
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
-        raise StateDictError(self._failure)
+        raise self._failure.rebuilt(StateDictError)
 
 
 def _replanned(planner: SavePlanner | None) -> bool:
     return isinstance(planner, StagedPlanner) and planner.replanned
-
-
-def published_by(job: SaveJob, writer: StorageWriter) -> Metadata | None:
-    """What the coordinator published of this very save, where only its last message has not come through."""
-    if writer.location is None or job.coordination is Coordination.NONE:
-        return None
-    data = read_or_none(writer.open_location(), METADATA)
-    found = None if data is None else Metadata.from_bytes(data, where=f"{writer.location}/{METADATA}")
-    return found if found is not None and found.settings.get("attempt") == job.identity.attempt else None
 
 
 def _end_with_parent(parent: int) -> None:

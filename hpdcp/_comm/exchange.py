@@ -51,6 +51,14 @@ class Failed:
         message = str(error) if isinstance(error, HpdcpError) else f"{type(error).__name__}: {error}"
         return cls(rank, lineage, message, "".join(traceback.format_exception(error)))
 
+    def rebuilt(self, otherwise: type[HpdcpError]) -> HpdcpError:
+        """The error, of the closest class that hpdcp has; of class `otherwise` where it has none."""
+        for name in self.lineage:
+            error = rebuild(name, self.message)
+            if type(error).__name__ == name:
+                return error
+        return otherwise(self.message)
+
     def to_json(self) -> list[object]:
         return [self.rank, list(self.lineage), self.message, self.trace]
 

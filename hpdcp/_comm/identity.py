@@ -12,6 +12,7 @@ import uuid
 from typing import Final
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 def rank_and_world_size(*, no_dist: bool) -> tuple[int, int]:
@@ -21,14 +22,26 @@ def rank_and_world_size(*, no_dist: bool) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def default_store() -> Store:
+    """The store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def own_connection(store: Store) -> Store:
+    """The same store over a connection of its own, where there can be one.
+
+    Whoever waits for a key of a connection keeps others from using it, and training may.
+    """
+    return store.clone() if hasattr(store, "clone") else store
+
+
 def attempt_id(location: str, ordinal: int, *, alone: bool) -> str:
     """A new id for save number `ordinal` to `location`, the same on all ranks; `alone`: on this one only."""
     nonce = uuid.uuid4().hex[:16]
     if alone or not dist.is_available() or not dist.is_initialized():
         return nonce
     name = hashlib.blake2b(f"{location}\n{ordinal}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    store = dist.distributed_c10d._get_default_store()
-    return store.compare_set(f"hpdcp/attempt/{name}", "", nonce).decode()
+    return default_store().compare_set(f"hpdcp/attempt/{name}", "", nonce).decode()
 
 
 def run_id() -> str:
@@ -37,9 +50,7 @@ def run_id() -> str:
     if named:
         return f"{named}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if dist.is_available() and dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        agreed = store.compare_set("hpdcp/run", "", uuid.uuid4().hex)
-        return agreed.decode()
+        return default_store().compare_set("hpdcp/run", "", uuid.uuid4().hex).decode()
     return _OWN_ID
 
 

@@ -30,6 +30,8 @@ _LONGEST_PAUSE: Final = 1.0
 _READERS: Final = 16
 _CLOSING_SECONDS: Final = 30.0
 """How long the coordinator waits for the others to be done with the messages before it removes them."""
+_PARTING_SECONDS: Final = 2.0
+"""And how long where it has heard of one that will not come: the others have looked by then."""
 
 
 class Mailbox(FramedExchange):
@@ -38,6 +40,7 @@ class Mailbox(FramedExchange):
     Args:
         attempt: agreed by all ranks beforehand; messages of other attempts are in other folders and never read.
         timeout: seconds without any new message after which the ranks still missing count as lost.
+        heard: why some rank will not come any more, as is known by other ways; empty where nothing is known.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class Mailbox(FramedExchange):
         rank: int,
         world_size: int,
         timeout: float,
+        heard: Callable[[], str] = str,
     ) -> None:
+        self._heard = heard
         self.rank = rank
         self.world_size = world_size
         self._backend = backend
@@ -64,7 +69,7 @@ class Mailbox(FramedExchange):
             self._post(self._key(self._asked, self.rank), payload)
             return None
         others = {rank: self._key(self._asked, rank) for rank in range(self.world_size) if rank != self.rank}
-        found, lost = self._await(step, others, self._timeout)
+        found, lost = self._await(step, others, self._timeout, self._heard)
         # A lost rank answers too, with why: what the coordinator tells the others then ends their wait as well.
         answers = {rank: failure_frame(rank, error) for rank, error in lost.items()} | found | {self.rank: payload}
         return [answers[rank] for rank in range(self.world_size)]
@@ -83,7 +88,7 @@ class Mailbox(FramedExchange):
         return whole
 
     def _from_coordinator(self, step: str, key: str) -> bytes:
-        found, lost = self._await(step, {COORDINATOR: key}, self._timeout)
+        found, lost = self._await(step, {COORDINATOR: key}, self._timeout, self._heard)
         if lost:
             raise lost[COORDINATOR]
         return found[COORDINATOR]
@@ -107,12 +112,15 @@ class Mailbox(FramedExchange):
 
         What cannot be removed is left to the next attempt.
         """
+        heard = bool(self._heard())
         try:
             if not self.is_coordinator:
-                self._post(self._key("DONE", self.rank, last=True), b"")
+                if not heard:  # else the coordinator has it from elsewhere, and may have removed the folder
+                    self._post(self._key("DONE", self.rank, last=True), b"")
                 return
             others = {rank: self._key("DONE", rank, last=True) for rank in range(self.world_size) if rank != self.rank}
-            self._await("closing the mailbox", others, min(self._timeout, _CLOSING_SECONDS))
+            seconds = min(self._timeout, _PARTING_SECONDS if heard else _CLOSING_SECONDS)
+            self._await("closing the mailbox", others, seconds, heard=str)
         except (CheckpointError, StorageError):
             pass
         clear_mailbox(self._backend, self._folder)
@@ -130,7 +138,7 @@ class Mailbox(FramedExchange):
             list(pool.map(lambda pair: self._post(*pair), messages.items()))
 
     def _await(
-        self, step: str, keys: Mapping[int, str], timeout: float
+        self, step: str, keys: Mapping[int, str], timeout: float, heard: Callable[[], str]
     ) -> tuple[dict[int, bytes], dict[int, PeerLostError]]:
         """The message under each rank's key, once all are there or lost; and why the lost ones are."""
         missing = dict(keys)
@@ -141,11 +149,14 @@ class Mailbox(FramedExchange):
         last = time.monotonic()
         pauses = _pauses()
         while missing:
+            reason = heard()
             there = {info.key for info in self._backend.list_keys(self._folder)}
             read = self._read_all({rank: key for rank, key in missing.items() if key in there})
             found |= read
             for rank in [rank for rank in missing if rank not in read]:
-                if _dead_key(self._folder, rank) in there:
+                if reason:
+                    lost[rank] = PeerLostError(f"{step}: {reason}")
+                elif _dead_key(self._folder, rank) in there:
                     lost[rank] = PeerLostError(f"{step}: the background worker of rank {rank} died.")
                 elif rank in departed and missing[rank] not in there:
                     lost[rank] = PeerLostError(f"{step}: rank {rank} gave up. Look at its output for the error.")

@@ -171,6 +171,28 @@ def hang_up(group: dist.ProcessGroup) -> None:
             return
 
 
+def standing_host_group() -> dist.ProcessGroup | None:
+    """A group of all ranks that carries host tensors, where there is one; none is made."""
+    default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if default is None or "cpu" in backends_of(default):
+        return default
+    return _own_group[1] if _own_group is not None and _own_group[0] is default else None
+
+
+def is_closed(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether the connection to `rank` is closed, since it died or left the group. Waits for nothing.
+
+    Each look leaves some bytes in the group, at both ends: it is for what else says that something is wrong.
+    """
+    try:
+        dist.irecv(torch.zeros(1, dtype=torch.uint8, device="cpu"), group=group, group_src=rank, tag=_NEVER_SENT)
+    except RuntimeError:
+        return True
+    except ValueError:
+        pass  # this rank itself has left it
+    return False
+
+
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Kind of device → the name of what carries its tensors in this group."""
     pairs = (pair.split(":") for pair in str(dist.get_backend_config(group)).split(",") if ":" in pair)

@@ -24,6 +24,7 @@ from hpdcp._base.saves_in_flight import wait_for_saves_to
 from hpdcp._plan.plan_cache import PLANS
 from tests.support.small_saves import SOON, check, state, stopped_worker
 from tests.support.workers import kill_worker, workers_of
+from tests.support.writers import LastWriter
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -68,6 +69,21 @@ def test_a_killed_worker_is_reported_soon_and_the_next_call_starts_another(tmp_p
     check(tmp_path, 3.0)
     (new,) = workers_of()
     assert new.pid != worker
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_a_worker_killed_when_it_has_published_has_saved(tmp_path: Path, use_collectives: bool) -> None:
+    called = threading.Event()
+    response = hpdcp.async_save(
+        state(2.0), storage_writer=LastWriter(tmp_path), callback=called.set, use_collectives=use_collectives
+    )
+    metadata = response.get_result(SOON)
+    assert called.wait(SOON)
+    name = ".metadata" if use_collectives else "0.metadata"
+    assert (tmp_path / name).read_bytes() == metadata.to_bytes()
+    check(tmp_path, 2.0)
+    hpdcp.async_save(state(3.0), checkpoint_id=tmp_path, use_collectives=use_collectives).get_result(SOON)
+    check(tmp_path, 3.0)
 
 
 def test_a_worker_killed_between_saves_is_replaced_without_a_word(tmp_path: Path) -> None:
