@@ -208,6 +208,21 @@ def _bytes_to_read(plan: LoadPlan, metadata: Metadata, rank: int) -> int:
     return int(own.sum() + sent[shared.reader_rank == rank].sum())
 
 
+def _refuse_two_saves(seen: RankMetadata | None, expected: str, exchange: Exchange) -> None:
+    """Raise where ranks would load from two saves, or could not tell whether they do."""
+    if seen is not None and seen.save_id != expected:
+        raise IncompleteCheckpointError(
+            f"rank {exchange.rank} found another save than the coordinator did: ranks save there just now. Wait until "
+            "that save has ended on all ranks, and load again."
+        )
+    if seen is not None and seen.superseded and isinstance(exchange, Alone) and exchange.world_size > 1:
+        raise IncompleteCheckpointError(
+            "the checkpoint is not one whole save: a later one has begun to replace it and has not ended on all ranks. "
+            "Wait for it on all ranks; or, if it was killed, load with use_collectives=True: all ranks then take the "
+            "one before it."
+        )
+
+
 def find_metadata(
     reader: Callable[[], StorageReader], exchange: Exchange
 ) -> tuple[Metadata | None, RankMetadata | None]:
@@ -218,9 +233,10 @@ def find_metadata(
         try:
             metadata = reader().load_metadata()
         except (CheckpointNotFoundError, IncompleteCheckpointError):
-            if reader().load_rank_metadata(exchange.rank) is None:
+            seen = reader().load_rank_metadata(exchange.rank)
+            if seen is None:
                 raise
-            return _BY_RANK
+            return _BY_RANK + seen.save_id.encode()
         if metadata.encoded is not None:
             found.append(metadata)
             return _GLOBAL if isinstance(exchange, Alone) else _GLOBAL + metadata.encoded
@@ -229,8 +245,14 @@ def find_metadata(
 
     with stage("load_metadata"):
         answer = exchange.broadcast("reading the metadata", look)
-    if answer == _BY_RANK:
-        return None, exchange.agree("reading the ranks' metadata", lambda: reader().load_rank_metadata(exchange.rank))
+    if answer[:1] == _BY_RANK:
+
+        def look_alike() -> RankMetadata | None:
+            seen = reader().load_rank_metadata(exchange.rank)
+            _refuse_two_saves(seen, answer[1:].decode(), exchange)
+            return seen
+
+        return None, exchange.agree("reading the ranks' metadata", look_alike)
     if found:
         return found[0], None
     return Metadata.from_bytes(memoryview(answer)[1:], where="the checkpoint's metadata"), None

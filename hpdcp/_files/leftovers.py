@@ -26,8 +26,8 @@ from hpdcp._format.file_names import (
     is_attempt,
     is_data_key,
     is_lease_key,
+    is_metadata_key,
     mailbox_folder,
-    rank_of_metadata_key,
 )
 from hpdcp._format.metadata import Metadata
 
@@ -141,7 +141,7 @@ def keys_of_checkpoint(backend: Backend, keys: Iterable[str], before: bytes | No
     for key in keys:
         if key != LEASE and is_lease_key(key):
             owned.add(key)
-        if rank_of_metadata_key(key) is not None:
+        if key != METADATA and is_metadata_key(key):
             documents.append((key, read_or_none(backend, key)))
             owned.add(key)
     for key, data in documents:

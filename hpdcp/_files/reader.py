@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -31,16 +31,23 @@ from hpdcp._files.huggingface_folder import choose_file, read_weights
 from hpdcp._files.huggingface_names import MISMATCH_ADVICE, ORIGIN, weights_metadata
 from hpdcp._files.layout import Layout, Verify
 from hpdcp._files.links import check_links
-from hpdcp._files.parallel import for_each_file
 from hpdcp._files.publish import read_or_none
-from hpdcp._format.file_names import LEASE, METADATA, is_data_key, rank_metadata_key, rank_of_metadata_key
+from hpdcp._files.rank_sets import RankMetadataSet
+from hpdcp._format.file_names import (
+    LEASE,
+    METADATA,
+    is_attempt,
+    is_data_key,
+    kept_record_key,
+    rank_metadata_key,
+    rank_of_metadata_key,
+)
 from hpdcp._format.metadata import Metadata
 from hpdcp._format.signatures import is_pickle
 from hpdcp._plan.agreement import check_agreement
 from hpdcp._plan.load_plan import LoadPlan
 from hpdcp._plan.planner import PlannerContext
 from hpdcp._plan.read_targets import ReadTargets
-from hpdcp._plan.replicas import merge_rank_metadata
 from hpdcp._plan.storage import RankMetadata, StorageReader
 
 
@@ -160,9 +167,8 @@ class FileSystemReader(StorageReader):
     def load_rank_metadata(self, rank: int) -> RankMetadata | None:
         with nearby_named(self.backend), files_explained(self.backend.url):
             keys = [info.key for info in self.backend.list_keys()]
-        ranks = sorted(found for key in keys if (found := rank_of_metadata_key(key)) is not None)
-        if ranks:
-            return _RankMetadataSet(self.backend, ranks, rank)
+        if any(rank_of_metadata_key(key) is not None for key in keys):
+            return RankMetadataSet(self.backend, keys, rank)
         return torch_folder.rank_metadata(self.backend, keys, rank)
 
     def configure_reader(self, metadata: Metadata, context: PlannerContext) -> None:
@@ -226,10 +232,7 @@ class _MissingFiles:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, (KeyNotFoundError, CorruptCheckpointError)):
             return
-        rank = self._metadata.settings.get("rank")
-        key = METADATA if rank is None else rank_metadata_key(int(rank))
-        if self._metadata.origin == torch_folder.ORIGIN:
-            key = self._metadata.settings["listed_in"]
+        key = self._listing_key()
         data = read_or_none(self._backend, key)
         url = self._backend.url
         attempt = None
@@ -245,37 +248,16 @@ class _MissingFiles:
             listing = self._metadata.settings.get("listed_in", key)
             raise CorruptCheckpointError(f"{url} has lost a data file that its {listing} lists: {error}") from error
 
-
-class _RankMetadataSet(RankMetadata):
-    """`{rank}.metadata` of every rank, all of one save."""
-
-    def __init__(self, backend: Backend, ranks: Sequence[int], rank: int) -> None:
-        self._rank = rank
-
-        def read(r: int) -> Metadata:
-            key = rank_metadata_key(r)
-            return Metadata.from_bytes(backend.read(key), where=f"{backend.url}/{key}")
-
-        self._parts: Final = for_each_file(backend, read, list(ranks))
-        # A run that its name alone tells may have been started again, and count its saves from 1 again.
-        facts = [
-            (p.settings.get("run"), p.settings.get("ordinal"), p.world_size, p.settings.get("set")) for p in self._parts
-        ]
-        expected = self._parts[0].world_size
-        if len(set(facts)) != 1 or list(ranks) != list(range(expected)):
-            listed = ", ".join(
-                f"rank {r}: run {f[0]}, save {f[1]}, {f[2]} ranks" for r, f in zip(ranks, facts, strict=True)
-            )
-            raise IncompleteCheckpointError(
-                f"{backend.url} holds rank metadata that is not one whole save ({listed[:600]}). A save did not "
-                "finish, or two were mixed; load an earlier checkpoint."
-            )
-
-    def own(self, world_size: int) -> Metadata | None:
-        return self._parts[self._rank] if len(self._parts) == world_size and self._rank < world_size else None
-
-    def merged(self) -> Metadata:
-        return merge_rank_metadata(self._parts)
+    def _listing_key(self) -> str:
+        """Where the metadata was found, or what has taken its place."""
+        settings = self._metadata.settings
+        if self._metadata.origin == torch_folder.ORIGIN:
+            return settings["listed_in"]
+        if "rank" not in settings:
+            return METADATA
+        rank, attempt = int(settings["rank"]), settings.get("attempt", "")
+        kept = kept_record_key(rank, attempt)
+        return kept if is_attempt(attempt) and read_or_none(self._backend, kept) else rank_metadata_key(rank)
 
 
 def open_reader(checkpoint_id: str | Path | None, reader: StorageReader | None, opened: ExitStack) -> StorageReader:

@@ -162,7 +162,9 @@ class FileSystemWriter(StorageWriter):
         if save.context.collective:
             save.attempt = Attempt.begin(save.backend, save.identity.attempt, roots)
         else:
-            save.attempt = RankAttempt.begin_rank(save.backend, save.identity, save.context, roots)
+            save.attempt = RankAttempt.begin_rank(
+                save.backend, save.identity, save.context, roots, keep_replaced_for=save.keep_replaced_for
+            )
         return SaveStart(save.identity.attempt, save.layout.settings).to_bytes()
 
     def join(self, begun: bytes) -> None:
@@ -193,6 +195,11 @@ class FileSystemWriter(StorageWriter):
         published = described.with_storage(metadata.storage.with_files(files), {})
         save.attempt.commit(published, keep_replaced_for=save.keep_replaced_for)
         return published
+
+    def all_published(self) -> None:
+        save = self._current
+        if isinstance(save.attempt, RankAttempt):
+            save.attempt.all_published(save.keep_replaced_for)
 
     def discard(self) -> None:
         if self._save is None or self._save.naming is None:

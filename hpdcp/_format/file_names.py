@@ -2,6 +2,7 @@
 
     .metadata                         what the checkpoint holds; published last, so that its presence means whole
     3.metadata                        instead, one for each rank, where ranks save each for itself
+    3.<attempt>.metadata              what rank 3 published before that, until all ranks have replaced theirs
     .attempt                          the lease: which attempt saves to the folder now
     3.attempt                         instead, of rank 3, while it saves for itself
     _rank3_.<attempt>.safetensors     data of rank 3; `_rank3_.1.<attempt>.safetensors` is its second such file
@@ -27,6 +28,7 @@ _DATA: Final = re.compile(
     # Fewer digits than an attempt has, which may be all digits.
     r"_rank(?P<rank>\d+)_(\.(?P<part>\d{1,9}))?(\.(?P<attempt>[0-9a-f]{16}))?(?P<suffix>\.[^/.]+)"
 )
+_KEPT: Final = re.compile(r"(?P<rank>[0-9]+)\.(?P<attempt>[0-9a-f]{16})\.metadata")
 _BEGINS_AS_DATA: Final = re.compile(r"_rank\d+_[./]")
 
 
@@ -45,6 +47,27 @@ def rank_of_metadata_key(key: str) -> int | None:
     return int(rank) if dot + rest == METADATA and rank.isascii() and rank.isdigit() else None
 
 
+def kept_record_key(rank: int, attempt: str) -> str:
+    """Where `rank` keeps what it published in `attempt`, while it may be replaced by a save that others never end."""
+    return f"{rank}.{attempt}{METADATA}"
+
+
+def rank_of_kept_key(key: str) -> int | None:
+    """The rank in `{rank}.<attempt>.metadata`; None for any other key.
+
+    >>> rank_of_kept_key("12.00c0ffee00c0ffee.metadata"), rank_of_kept_key("12.metadata")
+    (12, None)
+    """
+    found = _KEPT.fullmatch(key)
+    return int(found["rank"]) if found else None
+
+
+def attempt_of_kept_key(key: str) -> str | None:
+    """The attempt in `{rank}.<attempt>.metadata`; None for any other key."""
+    found = _KEPT.fullmatch(key)
+    return found["attempt"] if found else None
+
+
 def rank_lease_key(rank: int) -> str:
     """The lease of `rank` while it saves without collectives."""
     return f"{rank}{LEASE}"
@@ -57,8 +80,8 @@ def is_lease_key(key: str) -> bool:
 
 
 def is_metadata_key(key: str) -> bool:
-    """Whether it is `.metadata`, or `{rank}.metadata`."""
-    return key == METADATA or rank_of_metadata_key(key) is not None
+    """Whether it is `.metadata`, `{rank}.metadata`, or what a rank keeps of an earlier save."""
+    return key == METADATA or rank_of_metadata_key(key) is not None or rank_of_kept_key(key) is not None
 
 
 def mailbox_folder(attempt: str) -> str:

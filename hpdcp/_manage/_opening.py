@@ -13,7 +13,7 @@ from hpdcp._base.errors import CheckpointNotFoundError, IncompleteCheckpointErro
 from hpdcp._base.saves_in_flight import wait_for_saves_to
 from hpdcp._files import registry
 from hpdcp._format.container import parse_header
-from hpdcp._format.file_names import METADATA, rank_metadata_key
+from hpdcp._format.file_names import METADATA
 from hpdcp._format.metadata import Metadata
 from hpdcp._format.signatures import is_pickle
 
@@ -93,7 +93,7 @@ def _find(reader: FileSystemReader) -> FoundMetadata:
         if apart is None:
             raise
         metadata = apart.merged()
-        keys = [rank_metadata_key(rank) for rank in range(metadata.world_size)]
+        keys = list(apart.keys)
     backend = reader.backend
     if metadata.origin:
         listing = metadata.settings["listed_in"]

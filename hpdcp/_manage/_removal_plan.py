@@ -222,7 +222,7 @@ class FolderContents:
         sizes = self.listed | {key: info.size for key, info in self.infos.items()} | self.messages
         return Removal(
             url=self.backend.url,
-            metadata=tuple(sorted(self.documents, key=lambda key: (key != METADATA, rank_of_metadata_key(key) or 0))),
+            metadata=tuple(sorted(self.documents, key=_removal_order)),
             data=tuple(sorted(own | set(self.messages))),
             lease=has_lease,
             nbytes=sum(sizes.get(key, 0) for key in gone),
@@ -256,6 +256,12 @@ class FolderContents:
                 f"seen {_ago(silent)} ago: it may be in progress. Wait for it; or, if no job saves here any more, "
                 "remove it with force (hpdcp rm --force), after which that attempt publishes nothing."
             )
+
+
+def _removal_order(key: str) -> tuple[bool, bool, int, str]:
+    """What ranks keep of an earlier save goes before what replaced it: else it would load again half-way."""
+    rank = rank_of_metadata_key(key)
+    return key != METADATA, rank is not None, rank or 0, key
 
 
 def _data_files(keys: Iterable[str]) -> list[str]:

@@ -14,7 +14,14 @@ from hpdcp._base.backend import Backend
 from hpdcp._base.errors import NotSupportedError
 from hpdcp._files.lease import read_lease
 from hpdcp._files.reader import FileSystemReader
-from hpdcp._format.file_names import attempt_of_mailbox, is_data_key, rank_of_metadata_key
+from hpdcp._format.file_names import (
+    METADATA,
+    attempt_of_kept_key,
+    attempt_of_mailbox,
+    carries_attempt,
+    is_data_key,
+    is_metadata_key,
+)
 from hpdcp._format.metadata import Metadata
 from hpdcp._manage._file_verifier import Damage, FileResult, FileVerifier, layout_of
 from hpdcp._manage._opening import FoundMetadata, open_checkpoint
@@ -116,9 +123,12 @@ def _orphans(backend: Backend, found: FoundMetadata) -> Iterator[str]:
     lease = read_lease(backend)
     if lease is not None:
         used.update(key for key, _ in lease.replaced)
-    for info in backend.list_keys():
-        stale = rank_of_metadata_key(info.key) is not None and not found.by_rank
-        if stale or (is_data_key(info.key) and info.key not in used):
+    infos = backend.list_keys()
+    # What ranks keep until all have replaced it; the next save removes it.
+    kept = {attempt for info in infos if (attempt := attempt_of_kept_key(info.key)) is not None}
+    for info in infos:
+        stale = is_metadata_key(info.key) and info.key != METADATA and not found.by_rank
+        if stale or (is_data_key(info.key) and info.key not in used and not carries_attempt(info.key, kept)):
             yield info.key
     for folder in backend.list_folders():
         if attempt_of_mailbox(folder) is not None:

@@ -33,7 +33,8 @@ class StorageWriter(ABC):
     9. `redistribute`          every rank, only where `redistributes`; ends on all ranks before 10 begins on any
     10. `execute_write`        every rank, once or more; its data is durable when it returns
     11. `finalize_checkpoint`  the coordinator, once every rank has written everything: the commit
-    12. `discard`              instead of 11 every rank, when some rank failed: remove what this rank wrote
+    12. `all_published`        every rank, only in a `save` without collectives that has ended on all ranks
+    13. `discard`              instead of 11 every rank, when some rank failed: remove what this rank wrote
 
     An exception in any step on any rank makes every rank raise, and nothing is published.
     """
@@ -135,6 +136,10 @@ class StorageWriter(ABC):
         CommitUncertainError, and nothing is removed.
         """
 
+    def all_published(self) -> None:
+        """Once every rank has published, in a save without collectives that ends on all ranks together."""
+        return
+
     def discard(self) -> None:
         """Remove what this rank has written in this save; called where it is certain that nothing was published."""
         return
@@ -219,6 +224,13 @@ class StorageReader(ABC):
 
 class RankMetadata(ABC):
     """A complete set of per-rank metadata, as a save without collectives leaves it."""
+
+    save_id: str = ""
+    """The same for all that look at one save; empty where nothing tells."""
+    superseded: bool = False
+    """Whether a later save has begun to replace it, and has not ended on all ranks: others may see another one."""
+    keys: Sequence[str] = ()
+    """Where each rank's part lies, in order of rank; empty where that is not told."""
 
     @abstractmethod
     def own(self, world_size: int) -> Metadata | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from hpdcp._base.errors import (
     InvalidArgumentError,
     MissingKeysError,
     StateDictError,
+    StorageError,
     WorldSizeError,
 )
-from hpdcp._comm.exchange import Alone
-from hpdcp._engine.save import save_state
+from hpdcp._plan.write_results import WriteResults
 from tests.support.data_files import without_attempt
 from tests.support.job import Job
 from tests.support.layouts import FSDP_TP, FSDP_TP_SAME, LAYOUTS, TP2, TP4, Layout, differing, local_of, sample_tensors
@@ -203,24 +204,38 @@ def test_a_set_of_another_world_size_is_refused_and_not_changed(ranks: Job, fold
     assert _contents(folder) == before
 
 
-def test_a_set_of_mixed_saves_is_refused_on_all_ranks(ranks: Job, folder: Path) -> None:
+def test_a_set_that_a_later_save_replaced_on_some_ranks_still_loads_on_all(ranks: Job, folder: Path) -> None:
+    """Where all ranks can know that they take the same one: else a rank may be past the wait for the later save."""
     state = TP4.place_all(ranks, sample_tensors())
-    hpdcp.save(state, checkpoint_id=folder, use_collectives=False)
-    if ranks.rank != 1:
-        # As where the others are killed meanwhile.
-        save_state(
-            state,
-            open_writer=lambda: hpdcp.FileSystemWriter(folder),
-            planner=hpdcp.StandardSavePlanner(),
-            exchange=Alone(ranks.rank, ranks.world_size),
-            collective=False,
-        )
+    hpdcp.save({**state, "step": 1}, checkpoint_id=folder, use_collectives=False)
+
+    class Full(hpdcp.FileSystemWriter):
+        def finalize_checkpoint(self, metadata: hpdcp.Metadata, results: Sequence[WriteResults]) -> hpdcp.Metadata:
+            raise StorageError("the disk is full")
+
+    writer = (Full if ranks.rank == 1 else hpdcp.FileSystemWriter)(folder)
+    with pytest.raises(StorageError, match="the disk is full"):
+        hpdcp.save({**state, "step": 2}, storage_writer=writer, use_collectives=False)
     ranks.barrier()
-    targets = TP4.blank_all(ranks, sample_tensors())
-    for arguments in ({}, {"use_collectives": False}, {"no_dist": True}):
-        with pytest.raises(IncompleteCheckpointError, match=r"not one whole save.*rank 0: .*save 2.*rank 1: .*save 1"):
-            hpdcp.load(targets, checkpoint_id=folder, **arguments)
+    targets = {**TP4.blank_all(ranks, sample_tensors()), "step": 0}
+    with pytest.raises(IncompleteCheckpointError, match=r"not one whole save.*use_collectives=True"):
+        hpdcp.load(targets, checkpoint_id=folder, use_collectives=False)
+    assert targets.pop("step") == 0
     assert all(bool((local_of(tensor) == ranks.sentinel()).all()) for tensor in targets.values())
+    targets["step"] = 0
+    hpdcp.load(targets, checkpoint_id=folder)
+    assert targets.pop("step") == 1
+    assert differing(state, targets) == []
+    alone = {"step": 0}
+    hpdcp.load(alone, checkpoint_id=folder, no_dist=True)
+    assert alone == {"step": 1}
+    ranks.barrier()
+    hpdcp.save({**state, "step": 3}, checkpoint_id=folder, use_collectives=False)
+    ranks.barrier()
+    hpdcp.load(alone, checkpoint_id=folder, no_dist=True)
+    assert alone == {"step": 3}
+    assert len(list(folder.iterdir())) == 4 + len([path for path in folder.iterdir() if path.name.startswith("_rank")])
+    assert not [path for path in folder.iterdir() if path.name.count(".") == 2 and path.name.endswith(".metadata")]
 
 
 def test_a_set_that_lacks_a_rank_is_refused_on_all_ranks(ranks: Job, folder: Path) -> None:

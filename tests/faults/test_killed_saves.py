@@ -44,3 +44,9 @@ def test_a_save_ended_before_any_of_its_system_calls_leaves_the_old_or_the_new_s
 
 def test_a_load_beside_a_writer_gives_one_step_or_says_that_it_was_replaced(fast_folder: Path) -> None:
     forked_python(["-W", "error", str(HERE / "replace_while_reading.py"), str(fast_folder / "ckpt"), "100"], timeout=60)
+
+
+def test_one_of_three_ranks_that_save_apart_ended_before_any_of_its_calls_leaves_the_old_or_the_new_step(
+    fast_folder: Path,
+) -> None:
+    forked_python(["-W", "error", str(HERE / "crash_rank_sets.py"), str(fast_folder)], timeout=110)
