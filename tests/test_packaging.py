@@ -48,7 +48,7 @@ def test_the_license_and_the_command_are_in(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert extras == {"all", "cli", "dev", "hf", "npu", "progress", "s3", "zarr"}
+    assert extras == {"all", "cli", "dev", "hf", "lightning", "npu", "progress", "s3", "zarr", "zstd"}
     pinned = [line for line in metadata.get_all("Requires-Dist", []) if "==" in line.partition(";")[0]]
     assert pinned == [], "a library that pins exact versions cannot be installed beside another one"
 

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, Final, TypeVar
 
 from hpdcp._base.backend import Backend, spare_cores
+from hpdcp._base.mounts import has_local_locks
 from hpdcp_backends._posix.backend import PosixBackend
 from hpdcp_backends._posix.open_files import OpenFile, identity
 
@@ -90,6 +91,7 @@ class NfsBackend(PosixBackend):
         )
         self._quiet = _QuietFolders()
         self._arrived = False
+        self._locks_are_local: bool | None = None
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[OpenFile]:
@@ -98,6 +100,12 @@ class NfsBackend(PosixBackend):
             yield file
         finally:
             file.close()
+
+    @property
+    def conditional_publish(self) -> bool:
+        if self._locks_are_local is None:
+            self._locks_are_local = has_local_locks(self.url)
+        return super().conditional_publish and not self._locks_are_local
 
     @contextlib.contextmanager
     def _entries(self, folder: str) -> Iterator[Iterator[os.DirEntry[str]]]:

@@ -23,6 +23,7 @@ _LOCAL_FUSE: Final = frozenset({
 })  # fmt: skip
 """FUSE types that put another face on folders, or on a disk, of this host."""
 
+_LOCAL_LOCKS: Final = frozenset({"nolock", "local_lock=all", "local_lock=flock"})
 _ESCAPE: Final = re.compile(rb"\\([0-7]{3})")
 
 
@@ -48,13 +49,25 @@ def file_system_type(path: str, *, table: Path = Path("/proc/self/mountinfo")) -
 
     Symbolic links are followed. `UNKNOWN` where no mount table says so.
     """
+    mount = _mount_of(path, table)
+    return UNKNOWN if mount is None else mount.type
+
+
+def has_local_locks(path: str, *, table: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether locks of files there are this host's alone, as options of an NFS mount say (`nolock`, `local_lock`)."""
+    mount = _mount_of(path, table)
+    return mount is not None and not _LOCAL_LOCKS.isdisjoint(mount.options)
+
+
+def _mount_of(path: str, table: Path) -> _Mount | None:
+    """What `path` lies on, or would; None where no mount table says so."""
     real = os.path.realpath(path)
     _mount_on_demand(real)
     try:
         lines = table.read_bytes().splitlines()
     except OSError:
-        return UNKNOWN
-    return _type_of(real, [mount for line in lines if (mount := _parse(line)) is not None])
+        return None
+    return _reached(real, [mount for line in lines if (mount := _parse(line)) is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +80,8 @@ class _Mount:
 
     point: str
     type: str
+    options: frozenset[str]
+    """Of the file system, such as `vers=3` and `nolock`."""
 
     def covers(self, path: str) -> bool:
         return path == self.point or path.startswith(self.point.rstrip("/") + "/")
@@ -79,7 +94,8 @@ def _parse(line: bytes) -> _Mount | None:
     fields, rest = head.split(), tail.split()
     if not dash or len(fields) < 6 or not rest or not (fields[0].isdigit() and fields[1].isdigit()):
         return None
-    return _Mount(int(fields[0]), int(fields[1]), _unescaped(fields[4]), _unescaped(rest[0]))
+    options = frozenset(_unescaped(rest[-1]).split(","))
+    return _Mount(int(fields[0]), int(fields[1]), _unescaped(fields[4]), _unescaped(rest[0]), options)
 
 
 def _unescaped(field: bytes) -> str:
@@ -87,7 +103,7 @@ def _unescaped(field: bytes) -> str:
     return os.fsdecode(_ESCAPE.sub(lambda found: bytes([int(found[1], 8)]), field))
 
 
-def _type_of(path: str, mounts: list[_Mount]) -> str:
+def _reached(path: str, mounts: list[_Mount]) -> _Mount | None:
     """Walk down from the root as the kernel does.
 
     The longest mount point alone is not the answer: one that is mounted over a folder hides the mounts below it, and
@@ -95,11 +111,11 @@ def _type_of(path: str, mounts: list[_Mount]) -> str:
     """
     numbers = {mount.number for mount in mounts}
     entered = [mount for mount in mounts if mount.parent not in numbers or mount.parent == mount.number]
-    found = UNKNOWN
+    found: _Mount | None = None
     while on_the_way := [mount for mount in entered if mount.covers(path)]:
         # What is reached first; of two mounts on one folder the later one hangs in the earlier one.
         current = min(on_the_way, key=lambda mount: len(mount.point))
-        found = current.type
+        found = current
         entered = [mount for mount in mounts if mount.parent == current.number != mount.number]
     return found
 

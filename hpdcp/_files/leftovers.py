@@ -31,8 +31,11 @@ from hpdcp._format.file_names import (
 )
 from hpdcp._format.metadata import Metadata
 
+_REMEMBERED_SECONDS: Final = 30 * 24 * 3600
+"""How long after its begin an attempt is known of which no file is seen: a job may pause before it saves again, and an
+upload that it left is seen by nobody who does not ask for it."""
 _MOST_SUPERSEDED: Final = 1000
-"""More tries than fail in two days; of a folder in which more did, the first ones' files stay until it is removed."""
+"""More tries than fail in a month; of a folder in which more did, the first ones' files stay until it is removed."""
 
 
 def refuse_taken(backend: Backend, keys: Collection[str], roots: Collection[str], before: bytes | None) -> None:
@@ -186,13 +189,13 @@ def _wrote(backend: Backend, info: KeyInfo, attempts: Collection[str]) -> bool:
 
 
 def still_to_clear(superseded: Iterable[Holder], keys: Iterable[str], now: float) -> tuple[Holder, ...]:
-    """Those whose files may still lie about, or come yet: of which there are some, or that began within two days."""
+    """Those whose files or uploads may still lie about, or come yet: of which there are some, or that began lately."""
     written = {name.attempt for key in keys if (name := DataFileName.parse(key)) is not None}
     plain = None in written
     left = [
         holder
         for holder in superseded
-        if holder.attempt in written or (plain and holder.process is None) or now - holder.began < 2 * SILENT_SECONDS
+        if holder.attempt in written or (plain and holder.process is None) or now - holder.began < _REMEMBERED_SECONDS
     ]
     return tuple(sorted(left, key=lambda holder: holder.began)[-_MOST_SUPERSEDED:])
 

@@ -303,8 +303,12 @@ class PosixBackend(Backend):
             raise storage_error(error, doing=doing, url=self.url, key=key) from error
 
     def _replace(self, key: str, path: str, buffers: Iterable[memoryview], size: int) -> None:
-        """Write a file of another name at the root, where what killed writers leave is looked for, and rename it."""
-        temporary = os.path.join(self.url, temporary_name())
+        """Write a file of another name in the same folder, then give it this name.
+
+        In the same folder, since a network file system may not see a folder that another host has just made, when a
+        file is renamed into it.
+        """
+        temporary = os.path.join(os.path.dirname(path), temporary_name())
         self._create(key, temporary, buffers, size, rename_to=path)
 
     def _create(
@@ -329,7 +333,7 @@ class PosixBackend(Backend):
                 os.close(descriptor)
                 if rename_to is not None:
                     self._rename(path, rename_to, created)
-                sync_folder(os.path.dirname(rename_to or path))
+                sync_folder(os.path.dirname(path))
         except BaseException:
             # After the rename there is nothing under `path`: the key keeps the new bytes, whole, if not yet durable.
             with contextlib.suppress(OSError):
@@ -338,15 +342,9 @@ class PosixBackend(Backend):
             raise
 
     def _rename(self, path: str, to: str, created: tuple[int, ...]) -> None:
-        """Give the file `created` its name, in a folder that is made where it is missing."""
+        """Give the file `created` its name."""
         del created
-        try:
-            os.replace(path, to)
-        except FileNotFoundError:
-            if os.path.dirname(to) == self.url:
-                raise
-            make_folders(os.path.dirname(to))
-            os.replace(path, to)
+        os.replace(path, to)
 
     def _open_new(self, key: str, path: str) -> int:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC

@@ -87,7 +87,7 @@ class PublishingContract(BackendFixtures):
         for stale in (None, b"one", b"secon"):
             with pytest.raises(KeyChangedError, match="pointer") as caught:
                 other.publish_if("pointer", b"lost", expected=stale)
-            assert backend.url in str(caught.value)
+            assert other.url in str(caught.value)
         with pytest.raises(KeyChangedError, match="never-there"):
             backend.publish_if("never-there", b"lost", expected=b"")
         assert other.read("pointer") == b"second"

@@ -50,7 +50,7 @@ def save_apart(folder: Path, states: Sequence[dict[str, object]]) -> None:
     """As so many ranks save, each for itself."""
     for rank, state in enumerate(states):
         writer = FileSystemWriter(folder)
-        writer.identity = SaveIdentity(f"attempt{rank}", "run", 1)
+        writer.identity = SaveIdentity("attempt", "run", 1)
         save_state(
             state,
             open_writer=lambda writer=writer: writer,
