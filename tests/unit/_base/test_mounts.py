@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpdcp._base.mounts import UNKNOWN, file_system_type, is_nfs
+from hpdcp._base.mounts import UNKNOWN, file_system_type, has_local_locks, is_nfs
 from tests.support.ranks import run_python
 
 ROOT = "1 1 0:2 / / rw - rootfs rootfs rw\n20 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
@@ -78,6 +78,18 @@ def test_escaped_names_are_read(table: Path) -> None:
 def test_lines_that_mean_nothing_are_passed_over(table: Path) -> None:
     table.write_text("\nnonsense\n1 2 3\n- - - - - - - -\n" + ROOT + "30 20 0:40 / /n rw - nfs4\n")
     assert file_system_type("/n/x", table=table) == "nfs4"
+
+
+def test_locks_of_a_mount_may_be_one_host_s_own(table: Path) -> None:
+    table.write_text(
+        ROOT
+        + "30 20 0:40 / /far rw - nfs4 server:/export rw,vers=4.2,local_lock=none\n"
+        + "31 20 0:41 / /near rw - nfs server:/export rw,vers=3,nolock,local_lock=all\n"
+        + "32 20 0:42 / /flock rw - nfs server:/export rw,vers=3,local_lock=flock\n"
+    )
+    told = {path: has_local_locks(path, table=table) for path in ("/", "/far/run", "/near/run", "/flock")}
+    assert told == {"/": False, "/far/run": False, "/near/run": True, "/flock": True}
+    assert not has_local_locks("/far", table=table.with_name("missing"))
 
 
 def test_links_are_followed_also_to_what_is_not_there_yet(table: Path, tmp_path: Path) -> None:
