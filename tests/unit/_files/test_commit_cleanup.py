@@ -142,7 +142,7 @@ def test_attempts_that_left_nothing_are_forgotten(tmp_path: Path, monkeypatch: p
     for number in range(20):
         begun = Attempt.begin(backend, f"{number:016x}")
         assert len(begun.lease.superseded) == number
-    monkeypatch.setattr(time, "time", lambda: clock() + 50 * 3600)
+    monkeypatch.setattr(time, "time", lambda: clock() + 31 * 24 * 3600)
     assert len(Attempt.begin(backend, "f" * 16).lease.superseded) == 0
     monkeypatch.undo()
     monkeypatch.setattr(leftovers, "_MOST_SUPERSEDED", 5)
